@@ -12,10 +12,11 @@ differences: what changed in a step of `--learning-rate` in float32, rounded to 
 With `--device cuda` the model is on a GPU, and a vLLM server on the same one gets it over CUDA IPC:
 idle, and over `--running` requests, of which none may be lost.
 
-`trainer_wait_s` is how long `publish` holds the trainer, `total_s` how long it takes until the
-sampler has the new version, `pause_s` for how much of it sampling stands still, and `bytes` what
-travels. Medians of `--times`, the first left out; of vLLM each reading as well, and the seconds of
-each stage. What cannot run here is null, and said.
+`trainer_wait_s` is how long `publish` holds the trainer, and its next step after a short pass
+forward and back, which waits where the weights are still copied; `total_s` how long it takes until
+the sampler has the new version, `pause_s` for how much of it sampling stands still, and `bytes`
+what travels. Medians of `--times`, the first left out; of vLLM each reading as well, and the
+seconds of each stage. What cannot run here is null, and said.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from benchmarks.vllm import GRAPHS, qwen2_half_billion
 from ludic.distributed.background import BackgroundPublisher, in_background
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import LudicError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local import LocalChatClient
@@ -55,7 +57,6 @@ from ludic.pipeline.policies import StoredPolicy, load_policy
 from ludic.pipeline.store import Store
 from ludic.pipeline.weights_difference import DifferenceServer
 from ludic.pipeline.weights_fetcher import PolicyFetcher
-from ludic.pipeline.weights_http import PolicyServer
 from ludic.plumbing.cuda_streams import wait_for
 from ludic.sharding.weights import ModelWeights
 
@@ -82,6 +83,13 @@ class Policy:
             weight.data.copy_(master)
         self.version += 1
         return self.version
+
+    def pass_through(self) -> None:
+        """Forward and back over 64 tokens: what a trainer does between a publish and its next step,
+        and less of it."""
+        ids = torch.arange(64, device=next(self.model.parameters()).device)[None] + 3
+        self.model(input_ids=ids, labels=ids).loss.backward()
+        self.model.zero_grad()
 
 
 def load(tiny: bool, folder: str | None = None) -> tuple[Any, Any]:
@@ -193,12 +201,17 @@ async def to_actor(
     """Publishes to a process that follows. `travelled` counts all bytes so far."""
     if (await asyncio.to_thread(output.readline)).strip() != "ready":
         raise LudicError("the actor did not start; what it said is above")
-    publisher, rows = in_background(inner), []
+    publisher, rows = in_background(inner, held=True), []
     for _ in range(times):
         before, version = travelled(), policy.step()
+        wait_for(policy.model.parameters())  # as an optimizer step ends
         start = time.time()
         await publisher.publish(ModelWeights(policy.model), version)
         wait = time.time() - start
+        await asyncio.to_thread(policy.pass_through)
+        ready = time.time()
+        async with publisher.updating():
+            wait += time.time() - ready
         await publisher.settle()
         line = await asyncio.wait_for(asyncio.to_thread(output.readline), WAIT_S)
         if not line:
@@ -308,7 +321,8 @@ def vllm(policy: Policy, args: argparse.Namespace) -> dict[str, Any]:
     python = os.environ.get("LUDIC_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
     cuda = args.device == "cuda"
     kinds = ["full"] if cuda else ["full", "difference"]
-    figures: dict[str, Any] = dict.fromkeys([*kinds, *(["running"] if args.running else [])])
+    kinds = args.kinds or [*kinds, *(["running"] if args.running else [])]
+    figures: dict[str, Any] = dict.fromkeys(kinds)
     with tempfile.TemporaryDirectory() as folder:
         policy.model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
@@ -362,6 +376,9 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--shape", choices=["0.5b"], help="random weights, not SmolLM2")
     parser.add_argument("--running", type=int, default=0, help="also over so many requests to vLLM")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=["full", "difference", "running"], help="of those to vLLM"
+    )
     parser.add_argument("--only", choices=["in_process", "shared_memory", "tcp", "vllm"])
     parser.add_argument("--follow", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -6,6 +6,8 @@ import copy
 import json
 import math
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import date
 from decimal import Decimal
@@ -378,3 +380,35 @@ def test_a_number_with_too_many_digits_to_be_read_is_refused() -> None:
 def test_half_a_surrogate_pair_is_refused_however_it_is_spelled(number: str) -> None:
     with pytest.raises(SerializationError, match="Invalid JSON"):
         from_json(EnvSpec, r'{"kind": "\ud800", "kwargs": {"a": ' + number + "}}")
+
+
+AT_ONCE = """
+import sys, threading, typing
+import msgspec
+from ludic.plumbing.records import ready, to_json
+sys.setswitchinterval(1e-6)
+
+def at_once(use, *args):
+    start = threading.Barrier(6)
+    threads = [threading.Thread(target=lambda: (start.wait(), use(*args))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+def read(data, record):
+    msgspec.msgpack.decode(data, type=ready(record))
+
+a, b = ([f"{letter}{i}" for i in range(30)] for letter in "ab")
+for _ in range(150):
+    inner = typing.TypedDict("Inner", dict.fromkeys(b, str))
+    outer = typing.TypedDict("Outer", {**dict.fromkeys(a, str), "inner": inner})
+    at_once(to_json, {**dict.fromkeys(a, "x"), "inner": dict.fromkeys(b, "y")}, outer)
+    part = msgspec.defstruct("Part", [(name, str) for name in b])
+    record = msgspec.defstruct("Whole", [*((name, str) for name in a), ("parts", list[part])])
+    at_once(read, msgspec.msgpack.encode(record(*a, [part(*b)])), record)
+"""
+
+
+def test_threads_that_use_a_type_for_the_first_time_do_not_end_the_process() -> None:
+    subprocess.run([sys.executable, "-c", AT_ONCE], check=True, timeout=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,57 @@ async def test_the_trainer_goes_on_and_what_arrives_is_what_was_published() -> N
     gate.open.release()
     await publisher.settle()
     assert torch.equal(gate.got[2]["a"], torch.full((3,), 9.0))
+
+
+class Blocked:
+    """A model's weights that can be read when they are let."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 1, bias=False)
+        self.read, self.reading = threading.Event(), threading.Event()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.reading.set()
+        assert self.read.wait(60)
+        yield "a", self.model.weight
+
+
+async def test_weights_on_the_host_are_copied_behind_the_trainer_and_before_they_change() -> None:
+    gate, weights = Gate(), Blocked()
+    publisher = BackgroundPublisher(gate, held=True)
+    before = weights.model.weight.detach().clone()
+    await publisher.publish(weights, 1)  # which returns, though nothing can be copied yet
+    assert await asyncio.to_thread(weights.reading.wait, 60)
+    entered = asyncio.Event()
+
+    async def step() -> None:
+        async with publisher.updating():
+            entered.set()
+            weights.model.weight.data.fill_(9.0)
+
+    stepping = asyncio.create_task(step())
+    await asyncio.sleep(0.05)
+    assert not entered.is_set()
+    weights.read.set()
+    await asyncio.wait_for(stepping, 60)
+    gate.open.release()
+    await publisher.settle()
+    assert torch.equal(gate.got[1]["a"], before)
+
+
+async def test_a_copy_behind_the_trainer_that_fails_is_raised_by_every_wait() -> None:
+    class Broken(Blocked):
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            raise PublishError("cannot be merged")
+
+    publisher = BackgroundPublisher(Gate(), held=True)
+    await publisher.publish(Broken(), 1)
+    for _ in range(2):
+        with pytest.raises(PublishError, match=r"version 1 was not published.*cannot be merged"):
+            await publisher.settle()
+    async with publisher.updating():
+        pass
+    await publisher.abandon()
 
 
 async def test_one_that_has_not_begun_is_replaced_by_a_newer_one() -> None:

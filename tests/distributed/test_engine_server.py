@@ -51,7 +51,7 @@ async def test_tokens_and_log_probs_are_those_of_the_model(client: VLLMChatClien
     assert [span.version for span in trace.version_spans] == [0]
 
 
-@pytest.mark.parametrize("plane", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("plane", ["shared_memory", "gloo", "http"])
 async def test_a_publish_reaches_it_with_receipt_and_canary(
     client: VLLMChatClient, plane: str
 ) -> None:

@@ -155,7 +155,7 @@ def test_a_process_that_takes_too_long_is_not_waited_for() -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with first._alone(60):
+        with first._folder.alone(60):
             inside.set()
             go_on.wait(60)
 

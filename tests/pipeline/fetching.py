@@ -8,7 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from ludic.pipeline import weights_fetcher, weights_http
+from ludic.distributed import weights_http
+from ludic.pipeline import weights_fetcher
 from ludic.pipeline.policies import StoredPolicy
 from ludic.pipeline.store import PipelineConfig, Store
 from ludic.plumbing import files

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ludic.distributed.vllm.shared_memory import OwnedFolder, shared_folder
 from ludic.errors import PipelineError
 from ludic.launch import supervisor
 from ludic.pipeline import LocalRedis, PipelineConfig
@@ -172,7 +173,9 @@ def processes_of(folder: Path) -> list[int]:
 @pytest.mark.integration
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc here")
-def test_actors_end_with_a_trainer_that_was_killed(tmp_path: Path) -> None:
+def test_actors_end_with_a_trainer_that_was_killed_and_the_next_removes_its_weights(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "run"
     settings = (*SMALL, "training.steps=1000", "pipeline.actors=2")
     run = subprocess.Popen(
@@ -188,11 +191,18 @@ def test_actors_end_with_a_trainer_that_was_killed(tmp_path: Path) -> None:
             assert run.poll() is None
             assert time.monotonic() < deadline, "the run does not begin"
             time.sleep(0.2)
+        (policies,) = shared_folder().glob(f"ludic-publish-{run.pid}-*")
+        OwnedFolder().close()
+        assert list(policies.glob("policy-*.safetensors")), (
+            "somebody else's stay while they are used"
+        )
         os.kill(run.pid, signal.SIGKILL)
         run.wait(30)
         deadline = time.monotonic() + 60
         while left := processes_of(out):
             assert time.monotonic() < deadline, f"{left} outlive their trainer"
             time.sleep(0.2)
+        OwnedFolder().close()
+        assert not policies.exists()
     finally:
         run.kill()

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from ludic.distributed import ModelWeights
+from ludic.distributed.deadlines import limit_of
 from ludic.distributed.engine_server import EngineServer
 from ludic.errors import ConfigError
 from ludic.inference.local import LocalChatClient
@@ -20,9 +21,11 @@ from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import free_port
 from ludic.pipeline import LocalRedis
+from ludic.pipeline.policies import PipelinePublisher
 from ludic.pipeline.servers import RegisteredServer, Registration, list_servers
 from ludic.pipeline.store import Store
 from ludic.plumbing.records import to_json
+from ludic.runs.deadlines import publish_limit_s
 from ludic.runs.pipeline.address import find_pipeline, key_of_servers
 from ludic.runs.pipeline.roster import Roster, ServerWatch
 from ludic.runs.pipeline.serving import flags_of, serve
@@ -101,6 +104,9 @@ async def test_servers_join_by_a_publish_restart_and_leave_while_actors_sample(
         opened: Any = await open_vllm(config, model, tiny_tokenizer(), stack, tmp_path)
         client, publisher = opened
         assert urls(client) == {a}
+        # What actors take for granted of the trainer: they wait for no less than it may take.
+        announcing: Any = PipelinePublisher(None, publisher, timeout_s=600.0)  # type: ignore[arg-type]
+        assert limit_of(announcing, 0.0) == publish_limit_s(config)
         actor = VLLMChatClient(await actor_roster.wait(60), api_key=actor_roster.key, version=-1)
         await stack.enter_async_context(actor)
         await actor_roster.update(actor)

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.two_hosts import Hosts, NoNamespacesError
-from ludic.pipeline import weights_http
+from ludic.distributed import weights_http
+from ludic.distributed.weights_http import PolicyServer
 from ludic.pipeline.policies import StoredPolicy
 from ludic.pipeline.store import PipelineConfig
-from ludic.pipeline.weights_http import PolicyServer
 from ludic.plumbing import files
 from tests.pipeline.fetching import PIECE
 

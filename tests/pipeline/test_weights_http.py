@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 import torch
 
+from ludic.distributed import weights_http
+from ludic.distributed.weights_http import PolicyServer, SourceError, get, listening_address
 from ludic.errors import ConfigError, PublishError
-from ludic.pipeline import weights_fetcher, weights_http
+from ludic.pipeline import weights_fetcher
 from ludic.pipeline.policies import PolicyFolder, StoredPolicy, file_in_kernel
+from ludic.pipeline.policy_cache import CACHES
 from ludic.pipeline.store import PipelineConfig, Store
 from ludic.pipeline.weights_fetcher import NotComingError, Patience, PolicyFetcher
-from ludic.pipeline.weights_http import CACHES, PolicyServer, SourceError, get, listening_address
 from ludic.plumbing import files
 from ludic.plumbing.files import file_checksum
 from tests.pipeline.test_batch_source import acting, announced, until
@@ -253,9 +255,9 @@ def test_a_cache_that_is_being_removed_is_not_held(
     with (tmp_path / "a" / "users.lock").open("w") as leaving:
         fcntl.flock(leaving, fcntl.LOCK_EX)
         fetcher.fetch(policy)
-        assert fetcher._user is None
+        assert fetcher.cache._user is None
     fetcher.fetch(policy)
-    assert fetcher._user is not None
+    assert fetcher.cache._user is not None
 
 
 def test_a_cache_that_was_removed_before_it_was_locked_is_made_again(
@@ -276,8 +278,8 @@ def test_a_cache_that_was_removed_before_it_was_locked_is_made_again(
     fetcher = host("a")
     fetcher.fetch(policy)
     assert removed
-    assert fetcher._user is not None
-    assert os.path.samestat(os.fstat(fetcher._user), (tmp_path / "a" / "users.lock").stat())
+    assert fetcher.cache._user is not None
+    assert os.path.samestat(os.fstat(fetcher.cache._user), (tmp_path / "a" / "users.lock").stat())
 
 
 def test_a_policy_that_has_gone_comes_back_as_it_was(
@@ -444,7 +446,7 @@ def test_an_address_that_names_no_machine_is_refused() -> None:
 async def test_an_actor_goes_on_while_a_policy_is_on_its_way_and_takes_it_when_it_has_come(
     config: PipelineConfig, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_fetcher, "host_cache", lambda config: tmp_path / "cache")
+    monkeypatch.setattr(weights_fetcher, "cache_folder", lambda config: tmp_path / "cache")
     facts = PolicyFolder(tmp_path).write([("a", torch.ones(2))], attempt=1, version=1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ludic.distributed.deadlines import limit_of
 from ludic.distributed.interfaces import (
     PolicyPublisher,
     PublishReport,
@@ -18,7 +19,7 @@ from ludic.distributed.interfaces import (
     Weights,
     named_tensors,
 )
-from ludic.errors import ConfigError, PublishError
+from ludic.errors import ConfigError, DeadlineError, PublishError
 from ludic.plumbing.cuda_streams import wait_for
 from ludic.workers.deadlines import bounded
 
@@ -60,16 +61,19 @@ class SnapshotBuffer:
 class BackgroundPublisher(PolicyPublisher):
     """Publishes through `inner` from a snapshot, while the trainer goes on.
 
-    `publish` returns when the weights are copied. One publish is under way at a time; one that has
-    not begun is replaced by a newer one, so that two buffers are enough and a slow receiver holds
-    up nobody. `settle` waits until the newest is published. A failure is raised by the next
-    `publish`, `settle` or `check`, and by all after it. Everything but the copying happens in the
-    caller's event loop: leave it only after `settle` or `abandon`.
+    `publish` returns when the weights are copied, or, `held`, before that. One publish is under way
+    at a time; one that has not begun is replaced by a newer one, so that two buffers are enough and
+    a slow receiver holds up nobody. `settle` waits until the newest is published. A failure is
+    raised by the next `publish`, `settle` or `check`, and by all after it. Everything but the
+    copying happens in the caller's event loop: leave it only after `settle` or `abandon`.
 
     Args:
         inner: what publishes; its `snapshots` say where the copies are kept.
         beside: a sampler that shares the trainer's own tensors, and hears of a version at once.
-        timeout_s: the deadline of one publish.
+        timeout_s: the deadline of one publish, where `inner` has none of its own.
+        held: whether whoever changes the weights holds `updating` meanwhile, as the trainer does.
+            Weights in the host's memory are then copied behind `publish`, and `updating` waits for
+            that. (Those on a GPU are copied at once: it takes a moment, and the stream is shared.)
     """
 
     def __init__(
@@ -78,45 +82,54 @@ class BackgroundPublisher(PolicyPublisher):
         *,
         beside: PolicyPublisher | None = None,
         timeout_s: float = 600.0,
+        held: bool = False,
     ) -> None:
         if inner.shares_weights or inner.snapshots == "none":
             raise ConfigError(
                 f"{type(inner).__name__} cannot publish from a snapshot: use it without "
                 "BackgroundPublisher"
             )
-        self.inner, self.beside, self.timeout_s = inner, beside, timeout_s
+        self.inner, self.beside, self.timeout_s, self.held = inner, beside, timeout_s, held
         self.shares_weights = beside is not None and beside.shares_weights
         self.published: int | None = None
         on_device = inner.snapshots == "device"
         self._buffers = [SnapshotBuffer(on_device=on_device) for _ in range(2)]
         self._sending: tuple[SnapshotBuffer, int] | None = None
-        self._next: tuple[SnapshotBuffer, Snapshot, int] | None = None
+        self._next: tuple[SnapshotBuffer, asyncio.Task[Snapshot], int] | None = None
+        self._copying: asyncio.Task[Snapshot] | None = None
         self._task: asyncio.Task[None] | None = None
         self._failure: PublishError | None = None
         self.last: PublishReport | None = None
         """What the last publish that has ended did, with all its seconds."""
 
-    def updating(self) -> AbstractAsyncContextManager[None]:
-        return super().updating() if self.beside is None else self.beside.updating()
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        await self._copied()
+        async with super().updating() if self.beside is None else self.beside.updating():
+            yield
 
     async def publish(self, weights: Weights, version: int) -> PublishReport:
         """Copies `weights` and returns; they become policy `version` later, unless newer ones do
         first. The report's `details` are those of the last publish that has ended."""
         began = time.perf_counter()
         self.drop_waiting()  # replaced: its buffer is written to from here on
+        await self._copied()
         sending = None if self._sending is None else self._sending[0]
         buffer = next(free for free in self._buffers if free is not sending)
         # First of all: on several ranks reading the weights is a collective, in which no rank may
         # be missing, whatever became of the publish before.
-        snapshot = await asyncio.to_thread(lambda: buffer.take(self.inner.snapshot_of(weights)))
+        take = asyncio.to_thread(lambda: buffer.take(self.inner.snapshot_of(weights)))
+        self._copying = copying = asyncio.create_task(take)
+        if not (self.held and _is_on_host(weights)):
+            await copying
         self.check()
         if self.beside is not None:
             await self.beside.publish(weights, version)
         await self.inner.prepare(weights, version)
-        self._next = (buffer, snapshot, version)
+        self._next = (buffer, copying, version)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._send(), name="ludic-publish")
-        size = sum(tensor.numel() * tensor.element_size() for tensor in snapshot.values())
+        size = _size(copying.result()) if copying.done() and not copying.exception() else 0
         last, seconds = self.last, time.perf_counter() - began
         details: dict[str, Any] = {}
         if last is not None:
@@ -152,6 +165,7 @@ class BackgroundPublisher(PolicyPublisher):
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._failure = failure
+        await self._copied()
 
     def state_dict(self) -> Mapping[str, Any]:
         """What a checkpoint says of it: the version that is published, and those on their way."""
@@ -164,14 +178,15 @@ class BackgroundPublisher(PolicyPublisher):
     async def _send(self) -> None:
         """Publishes what is next until nothing is; the one task that does."""
         while self._next is not None:
-            (buffer, snapshot, version), self._next = self._next, None
+            (buffer, copying, version), self._next = self._next, None
             self._sending = (buffer, version)
             try:
+                snapshot = await asyncio.shield(copying)
                 self.last = await bounded(
                     self.inner.publish(snapshot, version),
                     f"the publish of version {version} in the background",
                     type(self.inner).__name__,
-                    self.timeout_s,
+                    limit_of(self.inner, self.timeout_s),
                 )
                 self.published = version
             except asyncio.CancelledError:
@@ -191,12 +206,33 @@ class BackgroundPublisher(PolicyPublisher):
             finally:
                 self._sending = None
 
+    async def _copied(self) -> None:
+        """Returns when nobody reads the weights any more; `_send` says whether that failed."""
+        if self._copying is not None and not self._copying.done():
+            done, _ = await asyncio.wait({self._copying}, timeout=self.timeout_s)
+            if not done:
+                raise DeadlineError("a copy of the weights", "a thread", self.timeout_s)
+
     def _serving(self) -> str:
         return "no version" if self.published is None else f"version {self.published}"
 
 
-def in_background(publisher: PolicyPublisher, timeout_s: float = 600.0) -> PolicyPublisher:
+def _is_on_host(weights: Weights) -> bool:
+    """Whether they are a model's in the host's memory, and reading them is no collective."""
+    model = getattr(weights, "model", None)
+    tensors = () if model is None or isinstance(weights, Snapshot) else model.parameters()
+    kinds = {(tensor.device.type, hasattr(tensor, "full_tensor")) for tensor in tensors}
+    return kinds == {("cpu", False)}
+
+
+def _size(snapshot: Snapshot) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in snapshot.values())
+
+
+def in_background(
+    publisher: PolicyPublisher, timeout_s: float = 600.0, *, held: bool = False
+) -> PolicyPublisher:
     """The publisher in the background, if it can publish from a snapshot; else itself."""
     if publisher.shares_weights or publisher.snapshots == "none":
         return publisher
-    return BackgroundPublisher(publisher, timeout_s=timeout_s)
+    return BackgroundPublisher(publisher, timeout_s=timeout_s, held=held)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ludic.distributed.vllm.checksums import receipt
 from ludic.distributed.vllm.placement import Place
 from ludic.distributed.vllm.planes import BroadcastGroup
-from ludic.distributed.vllm.shared_memory import open_shared
+from ludic.distributed.vllm.shared_memory import FetchedWeights, open_shared
 from ludic.errors import DeadlineError, EngineClosedError, LudicError, PublishError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local.client import LocalChatClient
@@ -53,6 +53,7 @@ class EngineServer:
         self._names, self._applied = [UNNAMED_VERSION], 0
         self._staged: dict[str, Tensor] = {}
         self._group: BroadcastGroup | None = None
+        self._fetched: FetchedWeights | None = None
         posts: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "/inference/v1/generate": self._generate,
             "/tokenize": self._tokenize,
@@ -159,7 +160,7 @@ class EngineServer:
         self._group = await asyncio.to_thread(BroadcastGroup, **invitation, rank=rank)
 
     async def _forget(self, _: Any) -> Any:
-        self._staged = {}
+        self._staged, self._fetched = {}, None
 
     async def _stage(self, body: Any) -> Any:
         tensors = await asyncio.to_thread(lambda: dict(self._arriving(body["update_info"])))
@@ -172,6 +173,9 @@ class EngineServer:
         plane = update["plane"]
         if plane == "shared_memory":
             yield from open_shared(Path(update["path"]))
+        elif plane == "http":
+            self._fetched = FetchedWeights(update["source"])  # others of this host find it there
+            yield from open_shared(self._fetched.path)
         elif plane == "broadcast" and self._group is not None:
             for meta in update["tensors"]:
                 tensor = torch.empty(meta["shape"], dtype=getattr(torch, meta["dtype"]))
@@ -181,7 +185,7 @@ class EngineServer:
             raise PublishError(f"this server takes no weights over {plane!r}")
 
     async def _apply(self, body: Any) -> Any:
-        staged, self._staged = self._staged, {}
+        staged, self._staged, self._fetched = self._staged, {}, None
         if staged:
             # Named first: a request may end before `sync_weights` returns.
             name = str((body or {}).get("weight_version", UNNAMED_VERSION))

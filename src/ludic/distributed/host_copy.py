@@ -9,14 +9,12 @@ nothing is ever added to what it left, and the next update is a whole one.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,7 @@ from ludic.distributed.differences import apply_all
 from ludic.distributed.vllm.checksums import receipt
 from ludic.distributed.vllm.shared_memory import SharedFolder
 from ludic.distributed.weights_file import bytes_of, fill_file, layout_of, make_file, map_file
-from ludic.errors import DeadlineError, PublishError
-
-_POLL_S = 0.02
+from ludic.errors import PublishError
 
 
 class HostCopy:
@@ -73,7 +69,7 @@ class HostCopy:
                 instead of a copy of it.
             timeout_s: how long another process may take.
         """
-        with self._alone(timeout_s):
+        with self._folder.alone(timeout_s):
             if self.holds == name:
                 return map_file(self._weights)
             if base is not None and self.holds != base:
@@ -125,19 +121,3 @@ class HostCopy:
         made = self._state.with_suffix(".new")
         made.write_text(json.dumps(state), encoding="utf-8")
         made.rename(self._state)
-
-    @contextmanager
-    def _alone(self, timeout_s: float) -> Iterator[None]:
-        """One process at a time: a lock ends with its process, however that ends."""
-        began = time.monotonic()
-        with (self._folder.path / "writing").open("a") as lock:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() - began > timeout_s:
-                        what = "another process to finish the copy of the weights"
-                        raise DeadlineError(what, str(self._folder.path), timeout_s) from None
-                    time.sleep(_POLL_S)
-            yield

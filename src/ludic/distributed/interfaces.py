@@ -76,6 +76,10 @@ class PolicyPublisher(Protocol):
     """Whether `publish` may be given a `Snapshot`, after the trainer has moved on, and where that
     has to be kept: in the host's memory or on the trainer's device."""
 
+    longest_s: float | None = None
+    """How long `publish` takes at most by its own deadlines, clean-up included; None: it has none.
+    Whoever waits for it gives it more than that."""
+
     def snapshot_of(self, weights: Weights) -> Weights:
         """What of the weights a snapshot has to hold. Called in a thread; on several ranks reading
         what it returns may be a collective."""

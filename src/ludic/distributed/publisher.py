@@ -16,11 +16,12 @@ from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
+from ludic.distributed.deadlines import longest_publish_s, patience_of
 from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Snapshot, Weights
 from ludic.distributed.vllm.adapter_payload import AdapterPayload
 from ludic.distributed.vllm.adapter_weights import AdapterWeights
 from ludic.distributed.vllm.canary import Canary, MismatchBudget
-from ludic.distributed.vllm.delivery import PATIENCE_S, Job, Payload, PublishTimes, ServersAwayError
+from ludic.distributed.vllm.delivery import Job, Payload, PublishTimes, ServersAwayError
 from ludic.distributed.vllm.placement import Choice, PlaneName
 from ludic.distributed.vllm.planes import DataPlane, IPCPlane, check_plane, open_plane
 from ludic.distributed.vllm.weights_payload import WeightsPayload
@@ -46,7 +47,7 @@ class PublishSettings(TypedDict, total=False):
     budget: MismatchBudget | None
     """How far the canary's scores may lie apart. Default: by the model's type."""
     timeout_s: float
-    """The deadline of a whole publish. Default: 120."""
+    """The deadline of a publish, from the first answer of a server on. Default: 120."""
     patience_s: float | None
     """How long one may wait for a server that is out of rotation, or that a failed publish has to
     be undone on. Default: 10, or a quarter of a short `timeout_s`."""
@@ -74,12 +75,13 @@ class ServerPublisher(PolicyPublisher):
         if timeout_s <= 0:
             raise ConfigError(f"{type(self).__name__}(timeout_s={timeout_s}): must be > 0")
         self.client, self.payload, self.timeout_s = client, payload, timeout_s
-        # One that hangs must leave the others time for the rest of a short publish.
-        self.patience_s = min(PATIENCE_S, timeout_s / 4) if patience_s is None else patience_s
+        self.patience_s = patience_of(timeout_s) if patience_s is None else patience_s
         self.version: int | None = None
         self.before: Callable[[], Awaitable[None]] | None = None
-        """Called when a publish begins, to bring the list of servers up to date. It has a deadline
-        of its own: a server may have to start first. It changes servers in a `turn` alone."""
+        """Called when a publish begins, to bring the list of servers up to date, and to wait for
+        one to start. It changes servers in a `turn` alone."""
+        self.servers_s = 600.0
+        """How long `before` may take, beside the deadline of the publish."""
         self._canary = Canary(canary, canary_prompt, budget)
         self._lock = asyncio.Lock()
         client.keeper = self
@@ -93,20 +95,33 @@ class ServerPublisher(PolicyPublisher):
         """
         # First of all: while this waits, scores of newer versions may take the place of these.
         canary, tries = self._canary.at(version), TRIES
+        ends_at = _now() + self.timeout_s + (self.servers_s if self.before else 0.0)
         while True:
             if self.before is not None:
-                await self.before()
+                limit_s = min(self.servers_s, ends_at - _now())
+                async with within(limit_s, "a server that answers", self._states):
+                    await self.before()
             try:
-                return await self._take_turn(weights, version, canary)
+                return await self._take_turn(weights, version, canary, ends_at)
             except ServersAwayError:
-                # Servers that come and go: if this has lost them all, it goes to those that come.
+                # Servers that come and go: if this has lost them all, it goes to those that come,
+                # in the time that is left.
                 tries -= 1
                 again = self.before is not None and isinstance(weights, Snapshot)
-                if not again or not tries or self.client.in_rotation():
+                if not again or not tries or _now() >= ends_at or self.client.in_rotation():
                     raise
 
-    async def _take_turn(self, weights: Weights, version: int, canary: Canary) -> PublishReport:
-        async with self.turn(f"the publish of version {version}") as deadline:
+    @property
+    def longest_s(self) -> float:  # type: ignore[override]
+        """See `PolicyPublisher`."""
+        servers_s = self.servers_s if self.before else 0.0
+        return longest_publish_s(self.timeout_s, servers_s=servers_s, patience_s=self.patience_s)
+
+    async def _take_turn(
+        self, weights: Weights, version: int, canary: Canary, ends_at: float
+    ) -> PublishReport:
+        limit_s = min(self.timeout_s, ends_at - _now())
+        async with self.turn(f"the publish of version {version}", limit_s) as deadline:
             if self.version is not None and version < self.version:
                 raise PublishError(
                     f"version {version} is older than {self.version}, which is already "
@@ -181,9 +196,10 @@ class ServerPublisher(PolicyPublisher):
         """What has to be known before the first publish."""
 
     @asynccontextmanager
-    async def turn(self, what: str) -> AsyncIterator[asyncio.Timeout]:
+    async def turn(self, what: str, limit_s: float | None = None) -> AsyncIterator[asyncio.Timeout]:
         """One at a time, within the deadline."""
-        async with within(self.timeout_s, what, self._states) as deadline, self._lock:
+        limit_s = self.timeout_s if limit_s is None else limit_s
+        async with within(limit_s, what, self._states) as deadline, self._lock:
             yield deadline
 
     def _states(self) -> str:
@@ -200,6 +216,10 @@ class ServerPublisher(PolicyPublisher):
             f"version {version} was not published: {exc}. The servers go on with the versions "
             f"before: {serving or 'none'}" + (f"; out of rotation: {gone}" if gone else "")
         )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class BroadcastPolicyPublisher(ServerPublisher):

@@ -45,14 +45,14 @@ class ActorConfig:
     actor's without a heartbeat. `name` must differ between actors; None: made up. One that is told
     to stop waits for a Redis that does not answer for `stop_s` at most. Policies that it fetches
     by HTTP are passed on to other hosts from `policy_address`. A unit waits for its policy for
-    `policy_s` at most: a whole publish, which has 600 s by default, and a little more."""
+    `policy_s` at most: the publish under way, its own (600 s each by default), and a little."""
 
     concurrency: int = 64
     lease_s: float = 30.0
     name: str | None = None
     stop_s: float = 5.0
     policy_address: str = "127.0.0.1"
-    policy_s: float = 660.0
+    policy_s: float = 1230.0
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or not min(self.lease_s, self.stop_s, self.policy_s) > 0:

@@ -26,7 +26,7 @@ from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from ludic.errors import DataError, SchemaVersionError, SerializationError
-from ludic.plumbing.records import Numbers
+from ludic.plumbing.records import Numbers, ready
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.storage import whole_prompts, without_repeats
 from ludic.rollouts.storage import with_traces as with_traces
@@ -282,14 +282,14 @@ def unpack(kind: str, message: bytes, cls: Any = Any) -> Any:
     if _checksum(kind, envelope.body) != envelope.checksum or envelope.schema < 1:
         raise SerializationError(f"a {kind} is damaged: its checksum does not fit")
     try:
-        return msgspec.msgpack.decode(_decompressed(envelope), type=cls)
+        return msgspec.msgpack.decode(_decompressed(envelope), type=ready(cls))
     except _NOT_MSGPACK as exc:
         raise SerializationError(f"the body is not that of a {kind}: {exc}") from exc
 
 
 def _opened(message: bytes) -> _Envelope:
     try:
-        return msgspec.msgpack.decode(message, type=_Envelope)
+        return msgspec.msgpack.decode(message, type=ready(_Envelope))
     except _NOT_MSGPACK as exc:
         try:
             schema = msgspec.msgpack.decode(message, type=list[Any])[0]

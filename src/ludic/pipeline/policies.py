@@ -23,10 +23,11 @@ from ludic.distributed.interfaces import (
     Weights,
     named_tensors,
 )
+from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import PipelineError, PublishError
+from ludic.inference.retries import within
 from ludic.pipeline.lease import TrainerLease
 from ludic.pipeline.messages import Unit, with_traces
-from ludic.pipeline.weights_http import PolicyServer
 from ludic.plumbing.files import boot_id, file_checksum, replacing
 from ludic.types import Rollout, TokenTrace, VersionSpan
 
@@ -137,7 +138,8 @@ class PipelinePublisher(PolicyPublisher):
     `inner` brings the weights to whatever else samples from them: vLLM servers, or an engine in
     this process. With a `folder` they are also written there, for actors that sample in-process.
     Redis only carries the policy's address, version and checksum, once it is there to be used. A
-    `server` also brings the folder's files to hosts that do not share it.
+    `server` also brings the folder's files to hosts that do not share it. `timeout_s` is for what
+    is done here; `inner` has a deadline of its own.
     """
 
     def __init__(
@@ -146,10 +148,19 @@ class PipelinePublisher(PolicyPublisher):
         inner: PolicyPublisher | None = None,
         folder: PolicyFolder | None = None,
         server: PolicyServer | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         self.lease, self.inner, self.folder, self.server = lease, inner, folder, server
+        self.timeout_s = timeout_s
         self.shares_weights = inner is not None and inner.shares_weights
         self.snapshots = "host" if inner is None else inner.snapshots
+
+    @property
+    def longest_s(self) -> float | None:  # type: ignore[override]
+        """See `PolicyPublisher`."""
+        if self.inner is None:
+            return self.timeout_s
+        return None if self.inner.longest_s is None else self.inner.longest_s + self.timeout_s
 
     def snapshot_of(self, weights: Weights) -> Weights:
         """What `inner` needs; the folder needs all."""
@@ -168,24 +179,34 @@ class PipelinePublisher(PolicyPublisher):
 
     async def publish(self, weights: Weights, version: int) -> PublishReport:
         began = time.perf_counter()
-        opened = await self.lease.acquire_async()
+        async with within(self.timeout_s, "the run's lease", self._where):
+            attempt = (await self.lease.acquire_async()).attempt
+        left_s = self.timeout_s - (time.perf_counter() - began)
         report = PublishReport(version, 0.0, verified=True)
         if self.inner is not None:
             report = await self.inner.publish(weights, version)
+        async with within(left_s, f"policy {version} to be announced", self._where):
+            await self._announce(weights, version, attempt)
+        seconds = time.perf_counter() - began
+        return PublishReport(version, seconds, report.bytes, report.verified, report.details)
+
+    async def _announce(self, weights: Weights, version: int, attempt: int) -> None:
         facts: dict[str, Any] = {}
         if self.folder is not None:
             tensors = named_tensors(weights)
             if not isinstance(weights, Snapshot):
                 tensors = iter([(name, tensor.detach().clone()) for name, tensor in tensors])
             facts = await asyncio.to_thread(
-                self.folder.write, tensors, attempt=opened.attempt, version=version
+                self.folder.write, tensors, attempt=attempt, version=version
             )
             if self.server is not None:
                 path = Path(facts["path"])
                 facts |= await asyncio.to_thread(self.server.offer, path, facts["checksum"])
         await asyncio.to_thread(self.lease.announce, version, **facts)
-        seconds = time.perf_counter() - began
-        return PublishReport(version, seconds, report.bytes, report.verified, report.details)
+
+    def _where(self) -> str:
+        redis = self.lease.config.shown
+        return redis if self.folder is None else f"{self.folder.path} and {redis}"
 
 
 class AmbiguousVersionError(PipelineError):

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import PublishError
 from ludic.pipeline.policies import StoredPolicy
-from ludic.pipeline.weights_http import PolicyServer
 from ludic.plumbing.files import file_checksum, replacing
 
 _log = logging.getLogger("ludic.pipeline")

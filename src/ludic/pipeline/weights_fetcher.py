@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import random
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,12 +14,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
-from ludic.errors import ConfigError, PipelineError, PublishError
-from ludic.pipeline.policies import StoredPolicy, file_in_kernel
-from ludic.pipeline.store import Store
-from ludic.pipeline.weights_difference import make_from_difference
-from ludic.pipeline.weights_http import (
-    CACHES,
+from ludic.distributed.weights_http import (
     CLAIMED,
     HAS,
     MISSING,
@@ -29,10 +22,15 @@ from ludic.pipeline.weights_http import (
     PolicyServer,
     SourceError,
     get,
-    host_cache,
     is_loopback,
     listening_address,
+    read_manifest,
 )
+from ludic.errors import ConfigError, PipelineError, PublishError
+from ludic.pipeline.policies import StoredPolicy, file_in_kernel
+from ludic.pipeline.policy_cache import PolicyCache, cache_folder
+from ludic.pipeline.store import Store
+from ludic.pipeline.weights_difference import make_from_difference
 from ludic.plumbing.files import PIECE, file_checksum, piece_digests
 
 _log = logging.getLogger("ludic.pipeline")
@@ -41,9 +39,7 @@ _REDIS_S = 1.0
 _CLAIM_MS = 15_000
 _ASK_FOR = 64
 _WRONG = 3
-_LEFT_S = 3600.0
 _AGAIN_S = 1.0
-_LOCK_TRIES = 10
 
 
 class NotComingError(PublishError):
@@ -113,13 +109,12 @@ class PolicyFetcher:
         keep: int = 2,
         patience: Patience | None = None,
     ) -> None:
-        self.store, self.folder, self.keep = store, folder or host_cache(store.config), keep
+        self.store, self.cache = store, PolicyCache(folder or cache_folder(store.config), keep)
         self.patience = patience or Patience()
         self.progressed = time.monotonic()
         self.server: PolicyServer | None = None
         self._address: str | None = address
         self._closed = threading.Event()
-        self._user: int | None = None
         self._job: _Fetch | None = None
 
     def close(self) -> None:
@@ -131,40 +126,7 @@ class PolicyFetcher:
             with suppress(PipelineError):  # a Redis that is gone names nobody either
                 self.store.run("share", "", self.server.url, "", 0, "", patience_s=_REDIS_S)
             self.server.close()
-        if self._user is not None:
-            with suppress(OSError):  # others use it
-                fcntl.flock(self._user, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self._user)
-
-    def _open_folder(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self.folder.stat().st_uid != os.getuid():
-            raise ConfigError(f"{self.folder} belongs to another user: have it removed")
-        if self._user is None:
-            _remove_abandoned(self.folder)
-            self._user = self._lock_folder()
-
-    def _lock_folder(self) -> int | None:
-        """A shared lock on the folder; None where somebody removes it now, and the next fetch makes
-        it. It may be removed between opening its file and locking that: then it is made again."""
-        path = self.folder / "users.lock"
-        for _ in range(_LOCK_TRIES):
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):
-                user = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-                try:
-                    fcntl.flock(user, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    if os.path.samestat(os.fstat(user), path.stat()):
-                        return user
-                except BlockingIOError:
-                    os.close(user)
-                    return None
-                except BaseException:
-                    os.close(user)
-                    raise
-                os.close(user)
-        return None
+        self.cache.close()
 
     def fetch(self, policy: StoredPolicy) -> StoredPolicy:
         """Returns the policy with a path that this host can open. Where a newer one has taken its
@@ -179,18 +141,17 @@ class PolicyFetcher:
             raise
         except OSError as exc:
             self._closed.wait(_AGAIN_S)
-            raise NotComingError(
-                f"cannot fetch policy {policy.version} from {policy.url} into {self.folder}: {exc}"
-            ) from exc
+            where = f"from {policy.url} into {self.cache.path}"
+            raise NotComingError(f"cannot fetch policy {policy.version} {where}: {exc}") from exc
 
     def _fetch(self, policy: StoredPolicy) -> StoredPolicy:
-        self._open_folder()
-        target = self.folder / f"{policy.checksum}.safetensors"
+        self.cache.open()
+        target = self.cache.path / f"{policy.checksum}.safetensors"
         here = replace(policy, path=str(target))
         part = target.with_suffix(".part")
         with self._alone(target, policy.version):
             if target.is_file() or make_from_difference(policy, target, self.fetch):
-                self._tidy()
+                self.cache.tidy()
                 return here
             self.progressed = time.monotonic()
             self._listen(policy.url, policy.key)
@@ -206,7 +167,7 @@ class PolicyFetcher:
                 # Another file may be at its path here: then it has the one that did not come.
                 return here if os.path.exists(policy.path) else policy
             os.replace(part, target)
-            self._tidy()
+            self.cache.tidy()
             return here
 
     def announced(self, serial: int) -> None:
@@ -234,7 +195,7 @@ class PolicyFetcher:
                 if waited > self.patience.deadline_s + self.patience.silence_s:
                     raise NotComingError(
                         f"waited {waited:.3g} s for policy {version}, which another process of "
-                        f"this host fetches into {self.folder}"
+                        f"this host fetches into {self.cache.path}"
                     )
                 if self._closed.wait(_POLL_S):
                     raise NotComingError(f"policy {version} is not waited for: this process ends")
@@ -294,7 +255,7 @@ class PolicyFetcher:
                         until=until,
                         given_up=self._closed.is_set,
                     )
-                    return _read_manifest(data, job.policy.checksum, url)
+                    return read_manifest(data, job.policy.checksum, url)
                 except SourceError as exc:
                     self._leave(job, url, exc)
             self._wait(job, began)
@@ -403,36 +364,6 @@ class PolicyFetcher:
                 job.mark(claimed, CLAIMED)
         return claimed, [(url.decode(), digits) for url, digits in rows]
 
-    def _tidy(self) -> None:
-        """Removes all but the newest files, and what a fetch that failed has left."""
-        files = dict[Path, float]()
-        for file in self.folder.glob("*.safetensors"):
-            with suppress(FileNotFoundError):  # other processes tidy, too
-                files[file] = file.stat().st_mtime
-        for old in sorted(files, key=lambda file: files[file])[: -self.keep]:
-            old.unlink(missing_ok=True)
-            old.with_suffix(".lock").unlink(missing_ok=True)
-        for part in self.folder.glob("*.part"):
-            with suppress(FileNotFoundError):
-                if time.time() - part.stat().st_mtime > _LEFT_S:
-                    part.unlink()
-
-
-def _remove_abandoned(own: Path) -> None:
-    """Removes the caches of other runs whose processes were all killed: nobody locks them."""
-    if not own.name.startswith(CACHES):
-        return
-    for folder in own.parent.glob(f"{CACHES}{os.getuid()}-*"):
-        if folder == own:
-            continue
-        with suppress(OSError):  # somebody uses it, or removes it now
-            user = os.open(folder / "users.lock", os.O_RDWR)
-            try:
-                fcntl.flock(user, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(user)
-
 
 def _found(policy: StoredPolicy) -> StoredPolicy | None:
     """The policy, if the trainer's path leads to it on this host and not to another file of that
@@ -444,17 +375,3 @@ def _found(policy: StoredPolicy) -> StoredPolicy | None:
             if file == policy.file or (policy.checksum and file_checksum(path) == policy.checksum):
                 return replace(policy, file=file)
     return None
-
-
-def _read_manifest(data: bytes, checksum: str, url: str) -> tuple[int, list[bytes]]:
-    """A manifest that fits the checksum, whoever sent it."""
-    try:
-        manifest = json.loads(data)
-        size, digests = int(manifest["size"]), [bytes.fromhex(p) for p in manifest["pieces"]]
-    except (ValueError, KeyError, TypeError) as exc:
-        raise SourceError(url, "sends no manifest") from exc
-    if sha256(b"".join(digests)).hexdigest() != checksum:
-        raise SourceError(url, "sends the manifest of another policy")
-    if len(digests) != -(-size // PIECE):
-        raise SourceError(url, f"sends a manifest of {len(digests)} pieces for {size} bytes")
-    return size, digests

@@ -23,6 +23,7 @@ Point(x=1.0, y=inf)
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
@@ -126,9 +127,20 @@ encode: Callable[[Any], bytes] = msgspec.json.Encoder(enc_hook=_basic).encode
 """Writes JSON fast and checks nothing (NaN becomes null); several threads may call it at once."""
 
 
+_making = threading.Lock()
+
+
 @cache
 def _decoder(cls: Any) -> Callable[[bytes | str], Any]:
-    return msgspec.json.Decoder(cls).decode
+    with _making:
+        return msgspec.json.Decoder(cls).decode
+
+
+def ready(cls: T) -> T:
+    """Returns the type, which several threads may now give to msgspec at once. Not before: it notes
+    on a class how to read it, and others see that before it is complete, which ends the process."""
+    _decoder(cls)
+    return cls
 
 
 def to_json(value: Any, cls: Any = None) -> bytes:
@@ -186,7 +198,7 @@ def _exact_json(value: Any, cls: Any, where: str) -> bytes:
     try:
         plain = msgspec.to_builtins(value, enc_hook=_basic_or_none)
         text = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode()
-        again = msgspec.convert(json.loads(text), cls)
+        again = msgspec.convert(json.loads(text), ready(cls))
     except msgspec.ValidationError as exc:
         place, wrong = _place(exc)
         raise SerializationError(f"{where}{place}: {wrong}") from None
@@ -266,7 +278,7 @@ def from_json(cls: Any, data: bytes | str) -> Any:
 def from_plain(cls: type[T], data: Any) -> T:
     """A value of type `cls` from dicts, lists, strings and numbers, checked in the same way."""
     try:
-        return msgspec.convert(data, cls)
+        return msgspec.convert(data, ready(cls))
     except msgspec.ValidationError as exc:
         place, wrong = _place(exc)
         raise SerializationError(f"cannot read {_name(cls)}{place}: {wrong}") from None

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ludic.errors import ConfigError
 from ludic.inference.client import ChatClient
 from ludic.plumbing.precision import float32_products
+from ludic.runs.deadlines import newest_published_s
 from ludic.runs.interruption import interruptible
 from ludic.runs.model import check_device, precision_of
 from ludic.runs.settings import RunConfig
@@ -148,6 +149,12 @@ def check_ranks(config: RunConfig, here: Launched | None = None) -> None:
             f"training.rank_timeout_s={training.rank_timeout_s:g} would end the run while rank 0 "
             f"may still sample a batch: set it above training.batch_timeout_s="
             f"{training.batch_timeout_s:g}, or lower that"
+        )
+    if training.rank_timeout_s <= (limit_s := newest_published_s(config)):
+        raise ConfigError(
+            f"training.rank_timeout_s={training.rank_timeout_s:g} would end the run while rank 0 "
+            f"may still publish: set it above {limit_s:g}, or lower training.publish_timeout_s="
+            f"{training.publish_timeout_s:g} or inference.vllm.start_timeout_s"
         )
     device = check_device(config.model)
     if device.type != "cuda":

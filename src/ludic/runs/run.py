@@ -501,7 +501,7 @@ class Run:
         if stage == "rl" and self.pipeline is not None:
             publisher = self.pipeline.publisher(publisher)
         elif publisher is not None:
-            publisher = in_background(publisher, self.config.training.publish_timeout_s)
+            publisher = in_background(publisher, self.config.training.publish_timeout_s, held=True)
         if ranks.several and publisher is not None:
             publisher = Rank0OnlyPublisher(publisher, ranks.world)
         return publisher

@@ -28,10 +28,10 @@ from ludic.distributed.vllm.weights_payload import WeightsPayload
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
-from ludic.inference.retries import within
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
 from ludic.memory.plan import Plan
 from ludic.plumbing.precision import sampling_dtype
+from ludic.runs.deadlines import server_return_s
 from ludic.runs.memory import server_shares_gpu, share_of_server, snapshots_fit
 from ludic.runs.model import check_device, precision_of
 from ludic.runs.results.terminal import say
@@ -67,7 +67,7 @@ async def open_vllm(
 
         roster = Roster(config, folder)
         stack.callback(roster.close)
-        patience_s = config.inference.vllm.start_timeout_s
+        patience_s = server_return_s(config)
         servers, key = await roster.wait(patience_s), roster.key
     adapter = config.inference.publish_lora == "adapter"
     if adapter and config.model.lora is None:
@@ -82,8 +82,9 @@ async def open_vllm(
     stack.push_async_callback(client.close)
     await client.connect(tokenizer=tokenizer, timeout_s=patience_s)
     publisher: ServerPublisher
+    timeout_s = config.training.publish_timeout_s
     if adapter:
-        publisher = lent = AdapterPolicyPublisher(client)
+        publisher = lent = AdapterPolicyPublisher(client, timeout_s=timeout_s)
         stack.push_async_callback(lent.close)
     else:
         budget = MismatchBudget.for_dtype(precision_of(config))
@@ -94,12 +95,13 @@ async def open_vllm(
         named = config.inference.publish_plane == "ipc"
         plane = await plane_of(config, client, device, gathered=on_host and not named)
         publisher = BroadcastPolicyPublisher(
-            client, plane=plane, budget=budget, differences=differences
+            client, plane=plane, budget=budget, differences=differences, timeout_s=timeout_s
         )
         if publisher.snapshots == "device" and not room:
             publisher.snapshots = "none"  # published while the trainer waits
     if roster is not None:
         publisher.before = partial(_follow, roster, config, client, publisher, model)
+        publisher.servers_s = server_return_s(config)
     if adapter or config.inference.servers:
         await publisher.publish(ModelWeights(model), client.first_version)
     return client, publisher
@@ -114,17 +116,15 @@ async def _follow(
 ) -> None:
     """When a publish begins: it goes to the servers that are there now, by a way that they have.
     Where none answers, it waits for one that is being started again."""
-    limit_s = config.inference.vllm.start_timeout_s
 
     async def update() -> bool:
         async with publisher.turn("the list of servers"):
             return bool(await roster.update(client))
 
     changed = await update()
-    async with within(limit_s, "a server that answers", lambda: repr(client)):
-        while not await client.any_answers():
-            await asyncio.sleep(1.0)
-            changed |= await update()
+    while not await client.any_answers():
+        await asyncio.sleep(1.0)
+        changed |= await update()
     payload = publisher.payload
     if changed and client.replicas and isinstance(payload, WeightsPayload):
         device = next(model.parameters()).device

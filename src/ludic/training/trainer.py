@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import nn
 
+from ludic.distributed.deadlines import limit_of
 from ludic.distributed.interfaces import PolicyPublisher
 from ludic.errors import ConfigError, NonFiniteError, OutOfMemoryError, TrainingError
 from ludic.plumbing.precision import check_precision, float32_products
@@ -374,7 +375,7 @@ class Trainer:
             self.publisher.publish(ModelWeights(self.model), self.version),
             f"the publish of version {self.version}",
             type(self.publisher).__name__,
-            self.cfg.publish_timeout_s,
+            limit_of(self.publisher, self.cfg.publish_timeout_s),
         )
         return self._publish_log.take(report)
 

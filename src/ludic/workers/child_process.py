@@ -23,6 +23,7 @@ import msgspec
 
 from ludic.errors import DeadlineError, LudicError, SerializationError
 from ludic.plumbing.lazy import resolve
+from ludic.plumbing.records import ready
 from ludic.plumbing.text import described
 from ludic.workers.frames import Frames, encode
 
@@ -127,7 +128,7 @@ class ChildProcess:
 
     def _exchange(self, data: bytes, deadline: float) -> Any:
         self._frames.send(data, deadline=deadline)
-        answer = msgspec.msgpack.decode(self._frames.receive(deadline), type=_Answer)
+        answer = msgspec.msgpack.decode(self._frames.receive(deadline), type=ready(_Answer))
         if answer.error is not None:
             raise ChildError(answer.error)
         return answer.value

@@ -13,6 +13,7 @@ import torch
 from ludic.distributed.publisher import PublishSettings
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.servers import Replica
 from ludic.types import ChatResponse, TokenTrace
 
@@ -88,3 +89,17 @@ def trace_of(response: ChatResponse) -> TokenTrace:
 def largest_gap(ours: Sequence[float], theirs: Sequence[float] | None) -> float:
     assert theirs is not None
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+async def tell(client: VLLMChatClient, replica: Replica, method: str, *args: int) -> Any:
+    """Calls a method of `failing_worker` on the workers of a server."""
+    body = {"method": method, "args": list(args)}
+    return await client.control(replica, "POST", "/collective_rpc", body=body, timeout_s=30)
+
+
+async def assert_serves(client: VLLMChatClient, replica: Replica, model: Any, version: int) -> None:
+    """This very server has this version's name and this model's log-probs."""
+    assert await client.replica_version(replica) == version
+    trace = trace_of(await client.ask_replica(replica, request()))
+    assert {span.version for span in trace.version_spans} == {version}
+    assert largest_gap(scored(model, trace), trace.completion_logprobs) <= 1e-3

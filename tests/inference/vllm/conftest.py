@@ -55,27 +55,37 @@ def tiny_server(folder: Path, log: Path, **settings: Any) -> VLLMServer:
 
 
 def server_of_a_run(folder: Path, log: Path) -> VLLMServer:
-    """The same, with the settings that a run file gives a server which is started for it."""
+    """The same, with the settings that a run file gives a server which is started for it. It fails
+    when it is told to."""
     own = {"eager": True, "flags": {"max_num_batched_tokens": 2048, "max-logprobs": 25}}
     inference = {"backend": "vllm", "max_context_tokens": 1024, "slots": 32, "vllm": own}
     model = {"precision": "float32"}
     config = check_run({"env": {"kind": "key_door"}, "model": model, "inference": inference})
-    found = replace(server_settings(config, folder, NAME), env=ENV)
+    settings = server_settings(config, folder, NAME)
+    failing = ("--worker-extension-cls", "failing_worker.FailingExtension")
+    found = replace(settings, env=ENV, extra=(*settings.extra, *failing))
     return VLLMServer(found, python=VLLM_PYTHON, log=log, start_timeout_s=1800)
+
+
+def start(server: VLLMServer) -> None:
+    """Starts a server that finds `failing_worker`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        server.start()
 
 
 @pytest.fixture(scope="session")
 def two_servers(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[VLLMServer, VLLMServer]]:
-    """Two servers that start at the same time, the second with room for a judge's long prompts.
-    Only `test_zz_replicas.py` may end the second."""
+    """Two servers that start at the same time, the second with room for a judge's long prompts,
+    and able to fail. Only `test_zz_replicas.py` may end the second."""
     logs = tmp_path_factory.mktemp("logs")
     first = tiny_server(model_folder, logs / "first.log")
     second = server_of_a_run(model_folder, logs / "second.log")
     try:
         first.start()
-        second.start()
+        start(second)
         first.wait_until_healthy()
         second.wait_until_healthy()
         yield first, second

@@ -5,6 +5,8 @@ Imported by vLLM's own process, as `failing_worker`.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +20,15 @@ from ludic.distributed.in_vllm.worker import WorkerExtension
 class FailingExtension(WorkerExtension):
     """Methods that `/collective_rpc` may call on a worker."""
 
-    def fail_next_load(self, after: int) -> None:
-        """The next update fails when so many of its tensors have been read."""
+    def fail_next_load(self, after: int, killed: bool = False) -> None:
+        """The next update fails when so many of its tensors have been read; `killed`: because this
+        process is."""
         model: Any = self.weight_transfer_engine.model  # type: ignore[attr-defined]
         load = model.load_weights
 
         def failing(weights: Iterable[Any]) -> Any:
             del model.load_weights
-            return load(_cut(weights, after))
+            return load(_cut(weights, after, killed))
 
         model.load_weights = failing
 
@@ -74,8 +77,10 @@ class _Anything(str):
         return False
 
 
-def _cut(weights: Iterable[Any], after: int) -> Iterator[Any]:
+def _cut(weights: Iterable[Any], after: int, killed: bool) -> Iterator[Any]:
     for index, pair in enumerate(weights):
         if index == after:
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("made to fail half-way")
         yield pair

@@ -244,15 +244,17 @@ async def test_what_arrives_torn_or_bent_is_never_used(
     await publisher.publish(ModelWeights(model), 1)
 
 
-async def test_a_broadcast_reaches_the_server_again_and_again(
-    client: VLLMChatClient, publisher: BroadcastPolicyPublisher
+@pytest.mark.parametrize(("plane", "name"), [("gloo", "broadcast"), ("http", "http")])
+async def test_a_plane_for_other_hosts_reaches_the_server_again_and_again(
+    client: VLLMChatClient, publisher: BroadcastPolicyPublisher, plane: Any, name: str
 ) -> None:
-    over_gloo = BroadcastPolicyPublisher(client, plane="gloo", **PATIENT)
+    by_name = BroadcastPolicyPublisher(client, plane=plane, **PATIENT)
     for version in (1, 2):
         newer = server_model(seed=version)
-        report = await over_gloo.publish(ModelWeights(newer), version)
-        assert report.details["plane"] == "broadcast"
+        report = await by_name.publish(ModelWeights(newer), version)
+        assert report.details["plane"] == name
         await assert_serves(client, newer, version)
+    assert not list(shared_folder().glob("ludic-publish-fetched-*"))
 
 
 class HalfBroadcast(BroadcastPlane):

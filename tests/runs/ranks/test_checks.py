@@ -28,6 +28,10 @@ def test_one_rank_can_do_everything() -> None:
         ('publish_lora = "adapter"\n', 'publish_lora = "adapter" does not work: leave it out'),
         ("[training]\npast_opponents = 2\n", "training.past_opponents does not work"),
         ("[training]\nrank_timeout_s = 60\n", r"set it above training.batch_timeout_s=3600"),
+        (
+            "[training]\nrank_timeout_s = 1000\nbatch_timeout_s = 900\n",
+            r"rank 0 may still publish: set it above 2520, or lower training.publish_timeout_s=600",
+        ),
     ],
 )
 def test_what_does_not_work_is_named(lines: str, said: str) -> None:

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from ludic.distributed.in_vllm.served_model import (
 from ludic.distributed.vllm.checksums import receipt
 from ludic.distributed.vllm.ipc_handles import open_tensors
 from ludic.distributed.vllm.planes import BroadcastGroup
-from ludic.distributed.vllm.shared_memory import open_shared
+from ludic.distributed.vllm.shared_memory import FetchedWeights, open_shared
 from ludic.errors import MissingExtraError
 
 try:
@@ -69,6 +69,7 @@ class LudicUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     plane: str
     path: str | None = None
+    source: dict[str, Any] | None = None
     memory: list[dict[str, Any]] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
     copy: dict[str, Any] | None = None
@@ -91,6 +92,7 @@ class LudicWeightTransferEngine(
         """Why no update can be taken any more, where that is so."""
         self._staged: list[tuple[str, Tensor]] = []
         self._copy: HostCopy | None = None
+        self._fetched: FetchedWeights | None = None
         self._copies = Copies()
         self._judged: Any = None
         self._why_rebuild: str | None = None
@@ -127,11 +129,17 @@ class LudicWeightTransferEngine(
         """Takes the tensors in and checks that they are this model's, without using them."""
         if update_info.plane == "discard":
             self._staged = []
+            self._drop_fetched()
             return
         if update_info.copy is None:
             self._let_go()  # else its receipt would be another's
         with self._timed("stage"):
             self._staged = []
+            if update_info.plane == "http":
+                self._drop_fetched()
+                self._fetched = FetchedWeights(update_info.source or {})
+                path = str(self._fetched.path)
+                update_info = replace(update_info, plane="shared_memory", path=path)
             arrived = list(self._arriving(update_info))
             if update_info.copy is not None:
                 arrived = self._through_copy(dict(arrived), update_info)
@@ -148,6 +156,7 @@ class LudicWeightTransferEngine(
         puts it right; where it cannot, `broken` says so.
         """
         staged, self._staged = self._staged, []
+        self._drop_fetched()
         if not staged:
             return
         with self._timed("apply"):
@@ -261,6 +270,12 @@ class LudicWeightTransferEngine(
             self._copy = HostCopy(key)
         file = Path(info.path) if info.path is not None and base is None else None
         return list(self._copy.bring(name, arrived, base=base, file=file).items())
+
+    def _drop_fetched(self) -> None:
+        """Until then the other workers of this host find what was fetched."""
+        fetched, self._fetched = self._fetched, None
+        if fetched is not None:
+            fetched.close()
 
     def _let_go(self) -> None:
         copy, self._copy = self._copy, None

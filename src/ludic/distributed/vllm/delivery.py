@@ -74,9 +74,6 @@ async def together(steps: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-PATIENCE_S = 10.0
-
-
 class ServersAwayError(PublishError):
     """All servers went away during a publish; none of them refused it."""
 

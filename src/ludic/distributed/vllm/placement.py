@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ludic.inference.vllm.client import VLLMChatClient
     from ludic.inference.vllm.servers import Replica
 
-PlaneName = Literal["auto", "shared_memory", "ipc", "nccl", "gloo"]
-ChosenPlane = Literal["shared_memory", "ipc", "nccl", "gloo"]
+PlaneName = Literal["auto", "shared_memory", "ipc", "nccl", "gloo", "http"]
+ChosenPlane = Literal["shared_memory", "ipc", "nccl", "gloo", "http"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ def choose_plane(
     ranks or a snapshot put them.
 
     On one host: CUDA IPC if everybody is on one GPU, else a file in shared memory. Between hosts a
-    broadcast: NCCL if everybody has a GPU that nobody else has, which it demands, else gloo. A
+    broadcast: NCCL if everybody has a GPU that nobody else has, which it demands, else gloo. HTTP,
+    which brings a file to each host once, can work everywhere and has to be named. A
     sampler in the trainer's own process needs no plane. One that is `named` is taken if it can
     work; else `ConfigError` says why not. What was only guessed of a worker refuses nothing.
     """

@@ -6,6 +6,7 @@ is told; `move`, where there is one, sends the tensors while the servers receive
 
 from __future__ import annotations
 
+import secrets
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -27,7 +28,8 @@ from ludic.distributed.vllm.placement import (
     choose_plane,
     own_address,
 )
-from ludic.distributed.vllm.shared_memory import SharedWeights, write_shared
+from ludic.distributed.vllm.shared_memory import OwnedFolder, SharedWeights, write_shared
+from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import ConfigError, DeadlineError, PublishError
 from ludic.plumbing.cuda_streams import aside, wait_for
 
@@ -120,6 +122,44 @@ class SharedMemoryPlane(DataPlane):
             return Shipment({"plane": "shared_memory", "path": str(weights.path)})
         path, folder = write_shared(weights)
         return Shipment({"plane": "shared_memory", "path": str(path)}, close=folder.close)
+
+
+class HTTPPlane(DataPlane):
+    """A file that each host of servers fetches once by HTTP, in pieces with checksums, and that all
+    workers there map. `host` is an address of the trainer that the servers reach, `port` one that
+    is open to them (None: any that is free); nobody without the publish's key gets anything."""
+
+    name = "http"
+
+    def __init__(
+        self, *, host: str = "127.0.0.1", port: int | None = None, timeout_s: float = 600.0
+    ) -> None:
+        self.host, self.port, self.timeout_s = host, port, timeout_s
+        self._server: PolicyServer | None = None
+
+    def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
+        folder: OwnedFolder | None
+        if self._server is None:
+            self._server = PolicyServer(secrets.token_hex(32), self.host, self.port or 0)
+        server = self._server
+        if isinstance(weights, SharedWeights):
+            path, folder = weights.path, None
+        else:
+            path, folder = write_shared(weights)
+        source = server.offer(path)
+
+        def close() -> None:
+            server.withdraw(source["checksum"])
+            if folder is not None:
+                folder.close()
+
+        source["timeout_s"] = self.timeout_s
+        return Shipment({"plane": "http", "source": source}, close=close)
+
+    def abandon(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
 
 class IPCPlane(DataPlane):
@@ -232,8 +272,8 @@ async def open_plane(
     timeout_s: float = 60.0,
 ) -> tuple[DataPlane, Choice]:
     """Asks the servers where their workers are, and returns the plane that `choose_plane` says for
-    a trainer on `device`, and why. A broadcast is told that device, and listens at `host` and
-    `port`, or at the address of this machine that the first server sees."""
+    a trainer on `device`, and why. A broadcast is told that device; it and HTTP listen at `host`
+    and `port`, or at the address of this machine that the first server sees."""
     here = Place.of(device)
     workers = await ask_places(client, here, timeout_s)
     choice = choose_plane(here, workers, named=named, gathered=gathered)
@@ -241,9 +281,12 @@ async def open_plane(
         return SharedMemoryPlane(), choice
     if choice.plane == "ipc":
         return IPCPlane(), choice
+    host = host or own_address(client.replicas[0].url)
+    if choice.plane == "http":
+        return HTTPPlane(host=host, port=port), choice
     broadcast = BroadcastPlane(
         backend=choice.plane,
-        host=host or own_address(client.replicas[0].url),
+        host=host,
         port=port,
         device=device if choice.plane == "nccl" else None,
     )

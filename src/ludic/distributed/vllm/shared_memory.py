@@ -1,7 +1,9 @@
-"""Folders in shared memory that servers on this machine read, and that nobody has to clean up.
+"""Folders in shared memory that servers and actors on this machine read, and that nobody has to
+clean up.
 
 An owner keeps its folder's file `lock` locked. A lock ends with its process, however that ends:
-a folder whose lock is free was left behind, and is removed by the next who makes one.
+a folder whose lock is free was left behind, and is removed by the next who makes one. The kernel
+knows of it in every container that sees the folder; the number in its name is for people.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -17,6 +20,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -29,11 +33,13 @@ from ludic.distributed.weights_file import (
     make_file,
     map_file,
 )
-from ludic.errors import PublishError
+from ludic.distributed.weights_http import fetch_file
+from ludic.errors import DeadlineError, PublishError
 
 _PREFIX = "ludic-publish-"
 _LOCK = "lock"
 _WEIGHTS = "weights.safetensors"
+_POLL_S = 0.02
 
 
 def shared_folder() -> Path:
@@ -83,6 +89,22 @@ class SharedFolder:
     def close(self) -> None:
         """Lets go."""
         self._end()
+
+    @contextmanager
+    def alone(self, timeout_s: float) -> Iterator[None]:
+        """One holder at a time: a lock ends with its process, however that ends."""
+        began = time.monotonic()
+        with (self.path / "writing").open("a") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() - began > timeout_s:
+                        what = "another process to finish the copy of the weights"
+                        raise DeadlineError(what, str(self.path), timeout_s) from None
+                    time.sleep(_POLL_S)
+            yield
 
 
 def _made_and_held(path: Path) -> int | None:
@@ -197,6 +219,32 @@ def write_shared(weights: Mapping[str, Tensor]) -> tuple[Path, OwnedFolder]:
     with _removing(shared.folder):
         fill_shared(shared.path, layout, ((name, tensor, 0) for name, tensor in weights.items()))
     return shared.path, shared.folder
+
+
+class FetchedWeights:
+    """A file of weights that this host fetches once by HTTP, for all workers of all servers on it
+    that hold it at the same time. `source` is what an `HTTPPlane` says of it."""
+
+    def __init__(self, source: Mapping[str, Any]) -> None:
+        url, key, checksum = (str(source[name]) for name in ("url", "key", "checksum"))
+        timeout_s = float(source["timeout_s"])
+        if not re.fullmatch("[0-9a-f]{64}", checksum):
+            raise ValueError(f"{checksum!r} is not the checksum of a file of weights")
+        self._folder = SharedFolder(f"fetched-{checksum}")
+        self.path = self._folder.path / _WEIGHTS
+        try:
+            with self._folder.alone(timeout_s):
+                if not self.path.exists():
+                    part = self.path.with_suffix(".part")
+                    fetch_file(part, url, key, checksum, timeout_s=timeout_s)
+                    part.rename(self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Lets go of the file: who has mapped it may go on reading it."""
+        self._folder.close()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from ludic.inference.templates.tool_parsers import ToolParser
 from ludic.interaction.base import Runtime
 from ludic.plumbing.given import place_of
 from ludic.plumbing.lazy import resolve
+from ludic.plumbing.records import ready
 from ludic.plumbing.text import error_text, words_of
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.types import from_json, to_json
@@ -112,7 +113,7 @@ def unpack(cls: type[T], data: bytes) -> T:
     if data.startswith(b"{"):  # no record begins so in msgpack
         return from_json(cls, data)
     try:
-        return msgspec.msgpack.decode(data, type=cls)
+        return msgspec.msgpack.decode(data, type=ready(cls))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise SerializationError(f"cannot read {cls.__name__}: {exc}") from None
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from ludic.distributed.deadlines import SLACK_S
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
@@ -18,6 +19,7 @@ from ludic.interaction import Runtime
 from ludic.pipeline.actor import Accepts, ActorConfig, ActorReport, only, run_pipeline_actor
 from ludic.runs import episodes
 from ludic.runs.check_episodes import check_programs
+from ludic.runs.deadlines import newest_published_s, server_return_s
 from ludic.runs.locate import read_run
 from ludic.runs.pipeline.address import find_pipeline, section_of
 from ludic.runs.pipeline.roster import Roster
@@ -63,7 +65,7 @@ async def act_for(
                     lease_s=section_of(config).lease_s,
                     name=name,
                     policy_address=section_of(config).policy_address,
-                    policy_s=config.training.publish_timeout_s + 60.0,
+                    policy_s=newest_published_s(config) + SLACK_S,
                 ),
                 stop=stop,
             )
@@ -95,7 +97,9 @@ async def _opened(
         key = read_key(config.inference, "inference")
         if roster is not None:
             stack.callback(roster.close)
-            addresses = await roster.wait(config.inference.vllm.start_timeout_s)
+            # A server has to start, and then to get weights.
+            limit_s = server_return_s(config) + newest_published_s(config)
+            addresses = await roster.wait(limit_s)
             key = roster.key
         if not addresses:
             raise ConfigError(

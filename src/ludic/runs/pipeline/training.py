@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,8 @@ from typing import Self
 
 from ludic.distributed import BackgroundPublisher, PolicyPublisher
 from ludic.distributed.background import in_background
+from ludic.distributed.vllm.shared_memory import OwnedFolder
+from ludic.distributed.weights_http import PolicyServer, listening_address
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
@@ -28,7 +29,6 @@ from ludic.pipeline import (
     TrainerLease,
 )
 from ludic.pipeline.weights_difference import DifferenceServer
-from ludic.pipeline.weights_http import PolicyServer, listening_address
 from ludic.rollouts import Curriculum
 from ludic.runs.model import sample_filter_of
 from ludic.runs.pipeline import address
@@ -53,6 +53,7 @@ class RunPipeline:
         self._redis: LocalRedis | None = None
         self._lease: TrainerLease | None = None
         self._policies: Path | None = None
+        self._memory: OwnedFolder | None = None
         self._policy_server: PolicyServer | None = None
         self._publisher: PolicyPublisher | None = None
         self._watch: ServerWatch | None = None
@@ -96,11 +97,13 @@ class RunPipeline:
         else:
             pipeline = address.find_pipeline(self.config, self.folder)
         if self.config.inference.backend == "local":
-            shared = Path("/dev/shm")
-            memory = shared / f"ludic-{os.getpid()}-{pipeline.run}"[:200]
-            local = self._redis is not None and shared.is_dir() and os.access(shared, os.W_OK)
-            chosen = section.policy_folder
-            self._policies = Path(chosen) if chosen else memory if local else self.folder / "policy"
+            if section.policy_folder:
+                self._policies = Path(section.policy_folder)
+            elif self._redis is not None:  # all actors are on this host
+                self._memory = OwnedFolder()
+                self._policies = self._memory.path
+            else:
+                self._policies = self.folder / "policy"
             if self._redis is None:  # actors may join from other machines
                 host, port = listening_address(section.policy_address, pipeline.url)
                 self._policy_server = DifferenceServer(secrets.token_hex(32), host, port)
@@ -153,11 +156,11 @@ class RunPipeline:
         folder = None if self._policies is None else PolicyFolder(self._policies)
         limit, server = self.config.training.publish_timeout_s, self._policy_server
         if inner is not None and inner.shares_weights:
-            actors = PipelinePublisher(self.lease, None, folder, server)
-            self._publisher = BackgroundPublisher(actors, beside=inner, timeout_s=limit)
+            actors = PipelinePublisher(self.lease, None, folder, server, limit)
+            self._publisher = BackgroundPublisher(actors, beside=inner, timeout_s=limit, held=True)
         else:
-            actors = PipelinePublisher(self.lease, inner, folder, server)
-            self._publisher = in_background(actors, limit)
+            actors = PipelinePublisher(self.lease, inner, folder, server, limit)
+            self._publisher = in_background(actors, limit, held=True)
         return self._publisher
 
     def _alarm(self) -> None:
@@ -215,5 +218,5 @@ class RunPipeline:
             (self.folder / "pipeline.json").unlink(missing_ok=True)
         if self._policy_server is not None:
             self._policy_server.close()
-        if self._policies is not None and str(self._policies).startswith("/dev/shm/"):
-            shutil.rmtree(self._policies, ignore_errors=True)
+        if self._memory is not None:
+            self._memory.close()

@@ -101,7 +101,8 @@ class InferenceSection(KeyedSection):
     `publish_lora = "adapter"`, vLLM gets the LoRA adapter alone after each update, and not all
     weights with the adapter merged into them. `publish_plane` is the way that the weights take;
     left out, it follows from where the servers are. A broadcast (`"nccl"` between GPUs, `"gloo"`)
-    meets at `publish_address` and `publish_port` of this machine, which the servers must reach;
+    and `"http"`, by which each host fetches the weights once, for all of its workers, meet at
+    `publish_address` and `publish_port` of this machine, which the servers must reach;
     left out, any address and port that will do. With `publish_differences` only what changed since
     the version that all servers confirmed is sent. If the servers want a key, it is in the
     environment variable `api_key_env` or in the file `api_key_file`; a run file holds no secret,
@@ -148,8 +149,8 @@ class InferenceSection(KeyedSection):
             )
         if self.publish_plane in ("shared_memory", "ipc") and said[1:]:
             raise ValueError(
-                f'{said[1]} belongs to a broadcast: set publish_plane = "nccl" or '
-                '"gloo", or leave it out'
+                f'{said[1]} belongs to a broadcast: set publish_plane = "nccl", "gloo" or '
+                '"http", or leave it out'
             )
         if not self.servers and (self.api_key_env or self.api_key_file):
             raise ValueError("api_key_env and api_key_file are for servers: name them in `servers`")

@@ -18,13 +18,12 @@ import logging
 import os
 import re
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
@@ -32,7 +31,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ludic.errors import ConfigError, LudicError
-from ludic.pipeline.store import PipelineConfig
 from ludic.plumbing.files import PIECE, piece_digests
 
 _log = logging.getLogger("ludic.pipeline")
@@ -102,8 +100,9 @@ class PolicyServer:
             self._http = _Listening((host, port), Handler)
         except OSError as exc:
             raise ConfigError(
-                f"cannot serve policies on {host}:{port}: {exc}. Set pipeline.policy_address to an "
-                "address of this machine, with a port that is free or with none"
+                f"cannot serve policies on {host}:{port}: {exc}. Set pipeline.policy_address (for "
+                "servers, inference.publish_address) to an address of this machine, with a port "
+                "that is free or with none"
             ) from exc
         self._http.sweep = self._sweep
         shown = f"[{host}]" if ":" in host else host
@@ -123,6 +122,12 @@ class PolicyServer:
             checksum = sha256(b"".join(file.digests)).hexdigest()
         self.put(checksum, file)
         return {"url": self.url, "key": self.key, "checksum": checksum}
+
+    def withdraw(self, checksum: str) -> None:
+        """Serves a file no longer, except to those who fetch a piece of it now."""
+        with self._lock:
+            if (file := self._files.pop(checksum, None)) is not None:
+                os.close(file.handle)
 
     def put(self, checksum: str, file: PieceFile) -> None:
         """Serves what is there of a file, whose handle is closed when nobody needs it."""
@@ -302,6 +307,38 @@ def get(
         link.close()
 
 
+def read_manifest(data: bytes, checksum: str, url: str) -> tuple[int, list[bytes]]:
+    """A manifest that fits the checksum, whoever sent it."""
+    try:
+        manifest = json.loads(data)
+        size, digests = int(manifest["size"]), [bytes.fromhex(p) for p in manifest["pieces"]]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise SourceError(url, "sends no manifest") from exc
+    if sha256(b"".join(digests)).hexdigest() != checksum:
+        raise SourceError(url, "sends the manifest of another policy")
+    if len(digests) != -(-size // PIECE):
+        raise SourceError(url, f"sends a manifest of {len(digests)} pieces for {size} bytes")
+    return size, digests
+
+
+def fetch_file(
+    target: Path, url: str, key: str, checksum: str, *, timeout_s: float, silence_s: float = 30.0
+) -> None:
+    """Writes a served file to `target`, each piece as its checksum says. Raises `SourceError` when
+    nothing comes for `silence_s`, or not all within `timeout_s`."""
+    until = time.monotonic() + timeout_s
+    data = get(url, f"/{checksum}/pieces", key, None, silence_s=silence_s, until=until)
+    size, digests = read_manifest(data, checksum, url)
+    with target.open("wb") as file:
+        for number, digest in enumerate(digests):
+            start = number * PIECE
+            wanted = (f"/{checksum}", key, min(PIECE, size - start), start)
+            piece = get(url, *wanted, silence_s=silence_s, until=until)
+            if sha256(piece).digest() != digest:
+                raise SourceError(url, f"piece {number} has a wrong checksum")
+            file.write(piece)
+
+
 def is_loopback(address: str) -> bool:
     """Whether only this machine can reach an address, given as a URL or a name."""
     host = urlsplit(address).hostname if "//" in address else address
@@ -335,16 +372,3 @@ def listening_address(setting: str, redis_url: str) -> tuple[str, int]:
                 f"pipeline.policy_address={setting!r}: no way to {redis.hostname}: {exc}"
             ) from exc
     return host, int(port)
-
-
-CACHES = "ludic-policies-"
-"""How the names of such folders begin."""
-
-
-def host_cache(config: PipelineConfig) -> Path:
-    """Returns the folder for a run's policies on this host: in memory where there is room for
-    shared memory, and this user's alone."""
-    shared = Path("/dev/shm")
-    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    name = blake2b(f"{config.url} {config.run}".encode(), digest_size=8).hexdigest()
-    return base / f"{CACHES}{os.getuid()}-{name}"

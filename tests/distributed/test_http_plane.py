@@ -1,0 +1,110 @@
+"""Weights that each host of servers fetches once by HTTP."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ludic.distributed import weights_http
+from ludic.distributed.vllm import shared_memory
+from ludic.distributed.vllm.planes import HTTPPlane
+from ludic.distributed.vllm.shared_memory import FetchedWeights, open_shared
+from ludic.distributed.weights_http import SourceError
+from ludic.errors import ConfigError
+from ludic.plumbing import files
+
+WEIGHTS = {"a": torch.arange(3000.0), "b": torch.ones(5, 7, dtype=torch.bfloat16)}
+SIZE = 12_070
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for /dev/shm; pieces are small."""
+    monkeypatch.setattr(shared_memory, "shared_folder", lambda: tmp_path)
+    for module in (files, weights_http):
+        monkeypatch.setattr(module, "PIECE", 1000)
+    return tmp_path
+
+
+@pytest.fixture
+def plane() -> Iterator[HTTPPlane]:
+    made = HTTPPlane(timeout_s=60.0)
+    yield made
+    made.abandon()
+
+
+def test_the_workers_of_a_host_fetch_once_and_read_what_was_sent(
+    plane: HTTPPlane, memory: Path
+) -> None:
+    shipment = plane.prepare(WEIGHTS)
+    source = shipment.update["source"]
+    with ThreadPoolExecutor(8) as workers:
+        fetched = list(workers.map(lambda _: FetchedWeights(source), range(8)))
+    assert plane._server is not None
+    assert SIZE <= plane._server.sent < 1.1 * SIZE  # once, for eight
+    for worker in fetched:
+        tensors = dict(open_shared(worker.path))
+        assert all(torch.equal(tensors[name], WEIGHTS[name]) for name in WEIGHTS)
+        worker.close()
+    shipment.close()
+    assert torch.equal(tensors["a"], WEIGHTS["a"]), "what was mapped stays"
+    assert not list(memory.iterdir())
+    with pytest.raises(SourceError, match="404"):
+        FetchedWeights(source)  # it is not offered any more
+    assert not list(memory.iterdir())
+
+
+def test_a_wrong_piece_another_key_or_no_checksum_leaves_nothing_behind(
+    plane: HTTPPlane, monkeypatch: pytest.MonkeyPatch, memory: Path
+) -> None:
+    shipment = plane.prepare(WEIGHTS)
+    source: Any = shipment.update["source"]
+    before = list(memory.iterdir())
+    with pytest.raises(SourceError, match="401"):
+        FetchedWeights({**source, "key": "another"})
+    with pytest.raises(ValueError, match="not the checksum"):
+        FetchedWeights({**source, "checksum": "../../etc"})
+    whole = weights_http.get
+
+    def bent(url: str, path: str, *args: Any, **limits: Any) -> bytes:
+        data = whole(url, path, *args, **limits)
+        return data if path.endswith("pieces") else data[:-1] + bytes([data[-1] ^ 1])
+
+    monkeypatch.setattr(weights_http, "get", bent)
+    with pytest.raises(SourceError, match="piece 0 has a wrong checksum"):
+        FetchedWeights(source)
+    assert list(memory.iterdir()) == before
+
+
+def test_a_trainer_that_goes_half_way_is_named_and_the_next_one_is_whole(
+    plane: HTTPPlane, monkeypatch: pytest.MonkeyPatch, memory: Path
+) -> None:
+    source: Any = plane.prepare(WEIGHTS).update["source"]
+    whole, gone = weights_http.get, threading.Event()
+
+    def cut(
+        url: str, path: str, key: str, size: int | None, start: int = 0, **limits: Any
+    ) -> bytes:
+        if start >= 5000 and not gone.is_set():
+            gone.set()
+            plane.abandon()
+        return whole(url, path, key, size, start, **limits)
+
+    monkeypatch.setattr(weights_http, "get", cut)
+    with pytest.raises(SourceError, match=source["url"]):
+        FetchedWeights(source)
+    shipment = plane.prepare(WEIGHTS)  # at another address
+    fetched = FetchedWeights(shipment.update["source"])
+    assert torch.equal(dict(open_shared(fetched.path))["b"], WEIGHTS["b"])
+    fetched.close()
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"inference.publish_address"):
+        HTTPPlane(host="192.0.2.7").prepare(WEIGHTS)
