@@ -321,8 +321,10 @@ def main() -> None:
     if args.shape:
         args.model = random_folder(args.shape, args.model)
     names = ("task", "device", "model", "shape", "lora", "turns", "episodes", "group", "max_tokens")
-    how = ("slots", "workers", "overlap", "context", "optimizer_device")
-    how += ("micro_tokens", "no_rollouts")
+    how = (
+        *("slots", "workers", "overlap", "context", "optimizer_device"),
+        *("micro_tokens", "no_rollouts"),
+    )
     figures: dict[str, Any] = {"benchmark": "loop"}
     figures |= {name: getattr(args, name) for name in names + how}
     beside = args.peer or (args.task == "sums" and args.updates > 0)

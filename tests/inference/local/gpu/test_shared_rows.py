@@ -135,7 +135,7 @@ def test_few_long_rows_are_shared_and_many_or_short_ones_are_not(kernels: Any) -
     assert attention.parts_for(128 * heads, 384, h200) == 1
     assert attention.parts_for(128 * heads, 16_448, h200) == 1
     assert attention.parts_for(8 * heads, 384, h200) == 1
-    assert attention.parts_for(8 * heads, 16_448, h200) == 32
+    assert attention.parts_for(8 * heads, 16_448, h200) == 16
     for slots in range(1, 200):
         for length in (64, 1024, 4096, 131_072):
             parts = attention.parts_for(slots * heads, length, h200)

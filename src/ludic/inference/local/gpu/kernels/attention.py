@@ -19,7 +19,7 @@ _SHARED_BLOCK = 64
 """How many tokens are looked at at a time where programs share a row."""
 _IDLE = 2
 """Rows are split where whole ones would give a program to fewer than one multiprocessor in two."""
-_PROGRAMS = 4
+_PROGRAMS = 2
 """How many programs there are then for each multiprocessor, at most, when all rows are full."""
 _LEAST_RUN = 512
 """Fewer tokens than this are not worth a program of their own."""
