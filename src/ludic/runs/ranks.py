@@ -240,3 +240,16 @@ async def _take_part(trainer: Trainer, version: int) -> None:
         await trainer.train()
     finally:
         trainer.close()
+
+
+def describe_model(config: RunConfig, model: nn.Module, ranks: Ranks) -> str:
+    """Says how large a run's model is, and how it is sampled from."""
+    size, backend = sum(p.numel() for p in model.parameters()), config.inference.backend
+    sharded = f", sharded over {ranks.world.size} ranks" if ranks.several else ""
+    if not samples(config):
+        sampled = "not sampled, since on several ranks a cold start needs no sampler"
+    elif backend == "local":
+        sampled = f"sampled {HOW if ranks.several else 'in this process'}"
+    else:
+        sampled = "sampled by vLLM"
+    return f"{size:,} parameters{sharded}; {sampled}"

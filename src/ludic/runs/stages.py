@@ -18,7 +18,7 @@ from ludic.runs.locate import how_to_go_on
 from ludic.runs.memory import plan_loaded, try_plan
 from ludic.runs.model import sft_algorithm
 from ludic.runs.players.teacher import write_lessons
-from ludic.runs.ranks import HOW, cold_start_copy, follow, samples
+from ludic.runs.ranks import cold_start_copy, describe_model, follow, samples
 from ludic.runs.results import watch
 from ludic.runs.results.report import conclude, conclude_unmeasured
 from ludic.runs.results.terminal import close_loggers, episodes_bar, say, warn
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ludic.runs.run import Run
 
 T = TypeVar("T")
-BACKENDS = {"local": "in this process", "vllm": "by vLLM"}
 
 
 class Stages:
@@ -71,9 +70,7 @@ class Stages:
         there is anything to keep, its folder is removed."""
         run, config, folder = self.run, self.config, self.folder
         if self._begun:
-            raise ConfigError(
-                f"this run is over: resume it with ludic.resume({str(folder.path)!r})"
-            )
+            raise ConfigError(f"this run is over: resume it by ludic.resume({str(folder.path)!r})")
         if not run.ranks.world.leads:
             self._begun = True
             await follow(run)
@@ -104,7 +101,7 @@ class Stages:
             run = self.run
             run.plan = await asyncio.to_thread(plan_loaded, config, run.model)
             async with self.opened():
-                say(f"model: {config.model.name}, {self._model_in_words()}")
+                say(f"model: {config.model.name}, {describe_model(config, run.model, run.ranks)}")
                 for doubt in watch.doubtful(config):
                     warn(doubt)
                 if run.plan is not None:
@@ -118,18 +115,6 @@ class Stages:
                     await conclude(config, folder, self.reports, runtime, seconds, warnings)
                 else:
                     conclude_unmeasured(config, folder, seconds, warnings)
-
-    def _model_in_words(self) -> str:
-        """Its size, and how it is sampled from."""
-        size, ranks = sum(p.numel() for p in self.run.model.parameters()), self.run.ranks
-        sharded = f", sharded over {ranks.world.size} ranks" if ranks.several else ""
-        backend = self.config.inference.backend
-        if not samples(self.config):
-            sampled = "not sampled, since on several ranks a cold start needs no sampler"
-        else:
-            how = HOW if ranks.several and backend == "local" else BACKENDS[backend]
-            sampled = f"sampled {how}"
-        return f"{size:,} parameters{sharded}; {sampled}"
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -176,14 +161,11 @@ class Stages:
         """Trains the cold start; returns the policy's version after it."""
         sft, run = self.config.sft, self.run
         assert sft is not None
-        if sft.data is not None:
-            path = Path(sft.data)
-        else:
-            path = rollout_file(self.folder.path, "sft")
-            if not self.folder.has(path.name):
-                await self._unless_stopped(write_lessons(self.config, run.tokenizer, path))
-                if self.stopped:
-                    return 0
+        path = rollout_file(self.folder.path, "sft") if sft.data is None else Path(sft.data)
+        if sft.data is None and not self.folder.has(path.name):
+            await self._unless_stopped(write_lessons(self.config, run.tokenizer, path))
+            if self.stopped:
+                return 0
         say(f"supervised cold start: {sft.steps} steps on {path.name}")
         source = OfflineBatchSource(
             path,

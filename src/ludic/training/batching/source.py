@@ -146,6 +146,14 @@ class PolicyLostError(LudicError):
     publishes it again, and asks for the batch again."""
 
 
+_RAISED: Mapping[str, type[Exception]] = {
+    "ended": BatchesEnded,
+    "lost": PolicyLostError,
+    "error": BatchError,
+}
+"""What all ranks raise where rank 0 has no batch, each with the name under which it is told."""
+
+
 class Intake:
     """Takes batches for all ranks. `run` calls a function in the trainer's thread, the only one in
     which ranks talk to each other. A source that gives nothing for `cfg.batch_timeout_s` is an
@@ -178,18 +186,14 @@ class Intake:
                 batch = await self._from(source, version)
                 told = dict(batch_to_dict(batch))
             except Exception as exc:  # the others wait to be told, whatever went wrong
-                kinds = {"ended": BatchesEnded, "lost": PolicyLostError}
-                kind = next((name for name, of in kinds.items() if isinstance(exc, of)), "error")
-                error, told = exc, {kind: repr(exc) if kind == "error" else str(exc)}
+                names = (name for name, kind in _RAISED.items() if isinstance(exc, kind))
+                error, told = exc, {next(names, "error"): f"rank 0 has no batch: {exc!r}"}
         shared = await self._run(self.world.share, told)
         if error is not None:
             raise error
-        if "ended" in shared:
-            raise BatchesEnded(shared["ended"])
-        if "lost" in shared:
-            raise PolicyLostError(shared["lost"])
-        if "error" in shared:
-            raise BatchError(f"rank 0 has no batch: {shared['error']}")
+        for name, kind in _RAISED.items():
+            if name in shared:
+                raise kind(shared[name])
         return batch or batch_from_dict(shared)
 
     async def _from(self, source: BatchSource | None, version: int) -> SAWBatch:
