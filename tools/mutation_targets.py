@@ -192,6 +192,11 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         'own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)',
         "True -> False",
     ): _ORDER,
+    (
+        _CONTENTS,
+        "if rows is not None and start < count:",
+        "Lt -> LtE",
+    ): "rows that begin at the end of what is compared give nothing either way",
     (_CONTENTS, _CUDA_STATE, "Eq -> NotEq"): _ON_A_GPU,
     (_CONTENTS, _CUDA_STATE, "In -> NotIn"): _ON_A_GPU,
     (_CONTENTS, _CUDA_STATE, "and <-> or"): _ON_A_GPU,

@@ -28,6 +28,7 @@ def test_a_run_that_says_nothing_trains_as_a_trainer_that_is_told_nothing() -> N
     for field in fields(TrainerConfig):
         if field.name not in OF_THE_RUN:
             assert getattr(made, field.name) == getattr(default, field.name), field.name
+    assert default.seed == RUN.run.seed  # of which a run makes one for each stage
     kept = CheckpointConfig("folder")
     assert made.checkpoint is not None
     assert (made.checkpoint.every, made.checkpoint.keep) == (kept.every, kept.keep)

@@ -110,6 +110,15 @@ def test_several_calls_of_a_turn_are_one_turn_and_several_calls() -> None:
     assert (stats["turns_mean"], stats["calls_mean"]) == (1.0, 2.0)
 
 
+def test_compactions_are_averaged_over_rollouts_and_are_no_failed_moves() -> None:
+    outcome = {"compacted": True, "parse_error": True}
+    rollouts = [last_step(make_rollout(name, [0.0, 0.0]), info=outcome) for name in "abc"]
+    stats = rollout_statistics([*rollouts, make_rollout("d", [0.0])])
+    assert stats["compactions_mean"] == 3 / 4
+    assert stats["parse_error_rate"] == 0.0
+    assert "compactions_mean" not in rollout_statistics([make_rollout("d", [0.0])])
+
+
 def test_seats_of_one_episode_count_as_one_episode() -> None:
     seats = [replace(make_rollout(seat, [1.0], agent=seat), episode_id="e") for seat in "XO"]
     assert rollout_statistics(seats)["episodes"] == 1

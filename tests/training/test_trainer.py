@@ -543,6 +543,7 @@ def test_an_evaluator_is_asked_for_its_report(tmp_path: Path) -> None:
         ({"eps": math.nan}, "eps=nan: must be finite"),
         ({"final_lr_ratio": math.nan}, "final_lr_ratio"),
         ({"betas": (0.9, math.nan)}, "betas"),
+        ({"betas": (0.9, 1.0)}, "betas"),
         ({"batch_timeout_s": math.inf}, "batch_timeout_s=inf: must be finite"),
         ({"schedule": "square"}, "schedule='square': must be one of"),
         ({"attention": "flex"}, "attention='flex': must be one of"),

@@ -127,8 +127,13 @@ def test_masters_take_the_weights_that_somebody_else_trained_meanwhile() -> None
     master = optimizer.masters["weight"].clone()
     assert torch.equal(master.bfloat16(), module.weight)
     assert not torch.equal(master, module.weight.float())  # nor are they on the grid now
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.accumulate()
+    optimizer.step(1e-5)  # too little for most weights to show
+    stepped = optimizer.masters["weight"].clone()
+    assert not torch.equal(stepped, master)
     optimizer.take_weights()
-    assert torch.equal(optimizer.masters["weight"], master)
+    assert torch.equal(optimizer.masters["weight"], stepped)
 
 
 def test_a_float32_module_takes_the_steps_of_plain_adamw() -> None:
@@ -178,6 +183,22 @@ def test_the_state_comes_back_and_nothing_trainable_is_an_error() -> None:
         second.load_state_dict({k: v for k, v in state.items() if k != "weight/master"})
     with pytest.raises(ConfigError, match="no parameter"):
         MasterAdamW([("w", nn.Parameter(torch.ones(1), requires_grad=False))], TrainerConfig())
+
+
+def test_the_state_comes_back_where_the_first_weight_has_never_had_a_gradient() -> None:
+    a = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).bfloat16()
+    b = copy.deepcopy(a)
+    first, second = (MasterAdamW(m.named_parameters(), TrainerConfig()) for m in (a, b))
+    a[1](torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+    first.accumulate()
+    first.step(1e-2)
+    state = first.state_dict()
+    assert "0.weight/step" not in state
+    assert state["1.weight/step"] == 1
+    second.load_state_dict(state)
+    again = second.state_dict()
+    assert state.keys() == again.keys()
+    assert all(torch.equal(state[k], again[k]) for k in state)
 
 
 def test_schedules_warm_up_and_fall_to_their_floor() -> None:

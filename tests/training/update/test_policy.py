@@ -14,6 +14,7 @@ from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
 from ludic.plumbing import model_parts
 from ludic.plumbing.model_parts import LogitRule, config_facts, logit_rule
+from ludic.plumbing.precision import Precision
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.sharding.world import World
@@ -336,6 +337,31 @@ def test_rows_that_are_computed_one_at_a_time_are_those_of_the_model_itself() ->
     policy = Policy(model)
     policy.one_at_a_time("a test")
     torch.testing.assert_close(policy.score(pack(layout, range(3))).logprobs, packed)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "replayed"),
+    [
+        (None, torch.bfloat16, True),
+        (None, torch.float16, True),
+        (None, torch.float32, False),
+        ("mixed", torch.float32, True),
+        ("tf32", torch.float32, False),
+    ],
+)
+def test_passes_on_a_gpu_are_replayed_where_they_compute_in_16_bits(
+    precision: Precision | None,
+    dtype: torch.dtype,
+    replayed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = Policy(tiny_model().to(dtype), TrainerConfig(precision=precision))
+    assert not policy._has_graphs("auto")  # on a CPU
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True)
+    assert policy._has_graphs("auto") == policy._has_graphs("varlen") == replayed
+    assert not policy._has_graphs("sdpa")
+    policy.packs = False
+    assert not policy._has_graphs("auto")
 
 
 def test_only_rows_that_may_be_packed_are_replayed() -> None:

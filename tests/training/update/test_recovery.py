@@ -30,7 +30,7 @@ from ludic.training.update.packing import Layout, lay_out, pack
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost
 from ludic.training.update.policy import Policy
-from ludic.training.update.recovery import halves
+from ludic.training.update.recovery import Recovery, halves
 from tests.training.synthetic import SyntheticSource, reinforce, synthetic_batch
 
 BUDGET = 64
@@ -216,6 +216,26 @@ def test_a_reference_that_does_not_fit_is_scored_in_parts(count: int) -> None:
     assert fail.count > 2
     for ours, others in zip(parts, whole, strict=True):
         np.testing.assert_allclose(ours, others, rtol=1e-4, atol=1e-6)
+
+
+def test_a_rank_first_asks_for_what_earlier_backward_passes_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(device=torch.device("cuda"))
+    recovery = Recovery(Policy(tiny_model()), world, BUDGET)
+    recovery._sharded = True
+    recovery._bytes_per_token = 2.5
+    asked: list[int] = []
+
+    def empty(size: int, **_: Any) -> None:
+        asked.append(size)
+        if size > 100:
+            raise torch.OutOfMemoryError(FULL)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert recovery._has_room(40)
+    assert not recovery._has_room(42)
+    assert asked == [100, 105]
 
 
 def test_halves_keep_together_what_the_loss_sees_together() -> None:

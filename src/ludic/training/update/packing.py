@@ -285,8 +285,10 @@ def pack(
         return None if values[0] is None else _tensor(values, np.float32)
 
     versions = [
-        np.full(count, UNKNOWN_VERSION) if (own := item.attachments.versions) is None else own
-        for count, item in zip(counts, items, strict=True)
+        np.full(layout.packed[i].actions.size, UNKNOWN_VERSION)
+        if (own := layout.items[i].attachments.versions) is None
+        else own
+        for i in indices
     ]
 
     loss = LossBatch(
@@ -379,7 +381,7 @@ def _kept(layout: Layout, indices: Sequence[int]) -> KeptIds | None:
 
 
 def _joined(arrays: Sequence[Any], dtype: Any) -> Any:
-    return np.concatenate(arrays or [np.zeros(0, dtype)], dtype=dtype, casting="unsafe")
+    return np.concatenate(arrays, dtype=dtype, casting="unsafe")
 
 
 def _map_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
