@@ -184,10 +184,8 @@ class Stages:
     async def reinforce(self, version: int) -> None:
         """Trains the reinforcement, from this version of the policy on."""
         training, run = self.config.training, self.run
-        say(
-            f"reinforcement: {training.steps} updates of {training.rollouts_per_update} episodes, "
-            f"{run.algorithm.name}"
-        )
+        updates = f"{training.steps} updates of {training.rollouts_per_update} episodes"
+        say(f"reinforcement: {updates}, {run.algorithm.name}")
         await asyncio.to_thread(run.scoring.take_start)
         async with (
             run.pipeline or nullcontext(),
