@@ -121,6 +121,27 @@ async def test_weights_on_the_host_are_copied_behind_the_trainer_and_before_they
     assert torch.equal(gate.got[1]["a"], before)
 
 
+async def test_a_publish_that_is_cancelled_leaves_no_copy_behind_that_goes_on_unseen() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(dict[str, Tensor]):
+        def items(self) -> Any:
+            begun.set()
+            assert go_on.wait(60)
+            return super().items()
+
+    publisher = BackgroundPublisher(Gate())
+    publish = asyncio.create_task(publisher.publish(Slow(a=torch.ones(2)), 1))
+    assert await asyncio.to_thread(begun.wait, 60)
+    publish.cancel()
+    await asyncio.gather(publish, return_exceptions=True)
+    entering = asyncio.create_task(publisher.updating().__aenter__())
+    await asyncio.wait([entering], timeout=0.2)
+    assert not entering.done(), "the weights may not change while a thread copies them"
+    go_on.set()
+    await entering
+
+
 async def test_a_copy_behind_the_trainer_that_fails_is_raised_by_every_wait() -> None:
     class Broken(Blocked):
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:

@@ -128,4 +128,6 @@ def test_whoever_waits_gives_a_publisher_more_than_its_own_deadlines() -> None:
     assert limit_of(RecordingPublisher(), 600.0) == 600.0
     # Of one that gathers first, the collectives have the group's.
     assert limit_of(Rank0OnlyPublisher(inner, World()), 600.0) == math.inf
+    other = World(rank=1, size=2)
+    assert limit_of(Rank0OnlyPublisher(None, other), 600.0) == math.inf, "rank 0 says how it went"
     assert limit_of(Rank0OnlyPublisher(BackgroundPublisher(inner), World()), 600.0) == 600.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from ludic.distributed.vllm.planes import HTTPPlane
 from ludic.distributed.vllm.shared_memory import FetchedWeights, open_shared
 from ludic.distributed.weights_http import SourceError
 from ludic.errors import ConfigError
+from ludic.inference.vllm.server import free_port
 from ludic.plumbing import files
 
 WEIGHTS = {"a": torch.arange(3000.0), "b": torch.ones(5, 7, dtype=torch.bfloat16)}
@@ -58,6 +60,27 @@ def test_the_workers_of_a_host_fetch_once_and_read_what_was_sent(
     with pytest.raises(SourceError, match="404"):
         FetchedWeights(source)  # it is not offered any more
     assert not list(memory.iterdir())
+
+
+def test_each_run_has_its_own_file_of_the_same_weights(plane: HTTPPlane, memory: Path) -> None:
+    other = HTTPPlane(timeout_s=60.0)
+    shipments = [plane.prepare(WEIGHTS), other.prepare(WEIGHTS)]
+    ours, theirs = (FetchedWeights(shipment.update["source"]) for shipment in shipments)
+    assert not ours.path.samefile(theirs.path), "a difference changes one in place"
+    for fetched, shipment in zip((ours, theirs), shipments, strict=True):
+        fetched.close()
+        shipment.close()
+    other.abandon()
+
+
+def test_a_plane_that_nobody_has_any_more_listens_no_longer(memory: Path) -> None:
+    first = HTTPPlane(timeout_s=60.0, port=(port := free_port()))
+    first.prepare(WEIGHTS).close()
+    del first
+    gc.collect()
+    again = HTTPPlane(timeout_s=60.0, port=port)
+    again.prepare(WEIGHTS).close()
+    again.abandon()
 
 
 def test_a_wrong_piece_another_key_or_no_checksum_leaves_nothing_behind(

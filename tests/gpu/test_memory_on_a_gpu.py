@@ -196,14 +196,15 @@ def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_memory_that_cannot_be_pinned_is_said_and_blames_no_kernel(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    gpu = torch.device("cuda")
     array = host_optimizer._host_array(1 << 20, torch.float32, True)
-    assert host_optimizer._pin(array)
-    assert not host_optimizer._pin(array)  # it is already
+    assert host_optimizer._pin(array, gpu)
+    assert not host_optimizer._pin(array, gpu)  # it is already
     assert caplog.text.count("cannot be pinned") == 1
     assert torch.ones(3, device="cuda").mul_(2).sum().item() == 6
-    host_optimizer._unpin(host_optimizer.Lane(None), [array])
-    assert host_optimizer._pin(array)
-    host_optimizer._unpin(host_optimizer.Lane(None), [array])
+    host_optimizer._unpin(host_optimizer.Lane(None), [array], gpu)
+    assert host_optimizer._pin(array, gpu)
+    host_optimizer._unpin(host_optimizer.Lane(None), [array], gpu)
 
 
 def test_the_hosts_state_takes_no_memory_of_the_device() -> None:

@@ -21,6 +21,7 @@ from ludic.errors import (
     DeadlineError,
     NonFiniteError,
     OutOfMemoryError,
+    TrainingError,
 )
 from ludic.eval import EpisodeResult, EvalReport, Evaluator
 from ludic.inference.tiny import tiny_model
@@ -143,6 +144,24 @@ async def test_a_policy_that_no_sampler_has_any_more_is_published_again(
             assert torch.equal(tensor, publisher.weights[again][name])
     words = "all samplers were started again: version 1 is published again"
     assert caplog.messages.count(words) == 2
+
+
+async def test_a_policy_that_is_lost_again_and_again_ends_the_run_in_the_end(
+    tmp_path: Path,
+) -> None:
+    publisher, source = RecordingPublisher(), SyntheticSource()
+    source.loses_after = [0] * 1000
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=reinforce(),
+        batch_source=source,
+        publisher=publisher,
+        cfg=config(tmp_path),
+    )
+    with pytest.raises(TrainingError, match="lost the policy 50 times"):
+        await trainer.train(num_steps=1)
+    trainer.close()
+    assert publisher.versions == [0] * 51
 
 
 async def test_steps_taken_one_by_one_do_not_count_against_those_asked_for(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ class BackgroundPublisher(PolicyPublisher):
         take = asyncio.to_thread(lambda: buffer.take(self.inner.snapshot_of(weights)))
         self._copying = copying = asyncio.create_task(take)
         if not (self.held and _is_on_host(weights)):
-            await copying
+            await asyncio.shield(copying)  # who is cancelled does not stop the thread
         self.check()
         if self.beside is not None:
             await self.beside.publish(weights, version)

@@ -81,7 +81,7 @@ class Rank0OnlyPublisher(PolicyPublisher):
             raise PublishError("rank 0 has no publisher to publish through")
         self.inner, self.world = inner if world.leads else None, world
         self.shares_weights = self.inner is not None and self.inner.shares_weights
-        if self.inner is not None and self.inner.longest_s is not None:
+        if self.inner is None or self.inner.longest_s is not None:
             self.longest_s = math.inf  # gathering has the group's deadline, sending its own
 
     def updating(self) -> AbstractAsyncContextManager[None]:

@@ -268,6 +268,7 @@ class BroadcastPolicyPublisher(ServerPublisher):
             named=self._named,
             gathered=own is not None and own != sent,
             timeout_s=self.patience_s,
+            publish_s=self.timeout_s,
         )
 
 

@@ -55,7 +55,7 @@ class Given:
 def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job, dict[str, str]]:
     """The run as a job for `ludic.plan`, and where what a run file does not say comes from."""
     config, modules, _ = read_run(run, overrides)
-    with suppress(LudicError, ImportError):  # they may be on another machine
+    with suppress(Exception):  # they may need what only another machine has
         import_user_modules(config, modules)
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"device": None, **_precision(config)})}

@@ -150,7 +150,8 @@ def check_ranks(config: RunConfig, here: Launched | None = None) -> None:
             f"may still sample a batch: set it above training.batch_timeout_s="
             f"{training.batch_timeout_s:g}, or lower that"
         )
-    if training.rank_timeout_s <= (limit_s := newest_published_s(config)):
+    outside = config.inference.backend == "vllm" or config.pipeline is not None
+    if outside and training.rank_timeout_s <= (limit_s := newest_published_s(config)):
         raise ConfigError(
             f"training.rank_timeout_s={training.rank_timeout_s:g} would end the run while rank 0 "
             f"may still publish: set it above {limit_s:g}, or lower training.publish_timeout_s="

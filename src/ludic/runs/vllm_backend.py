@@ -22,8 +22,9 @@ from ludic.distributed import (
 )
 from ludic.distributed.publisher import ServerPublisher
 from ludic.distributed.vllm.canary import MismatchBudget
+from ludic.distributed.vllm.delivery import Payload
 from ludic.distributed.vllm.placement import own_address, refusal_to_bind
-from ludic.distributed.vllm.planes import DataPlane, open_plane
+from ludic.distributed.vllm.planes import DataPlane, HTTPPlane, open_plane
 from ludic.distributed.vllm.weights_payload import WeightsPayload
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
@@ -97,6 +98,7 @@ async def open_vllm(
         publisher = BroadcastPolicyPublisher(
             client, plane=plane, budget=budget, differences=differences, timeout_s=timeout_s
         )
+        stack.callback(_close_door, publisher.payload)
         if publisher.snapshots == "device" and not room:
             publisher.snapshots = "none"  # published while the trainer waits
     if roster is not None:
@@ -105,6 +107,12 @@ async def open_vllm(
     if adapter or config.inference.servers:
         await publisher.publish(ModelWeights(model), client.first_version)
     return client, publisher
+
+
+def _close_door(payload: Payload) -> None:
+    """Ends the server from which hosts fetched weights, if there is one."""
+    if isinstance(payload, WeightsPayload) and isinstance(payload.plane, HTTPPlane):
+        payload.plane.abandon()
 
 
 async def _follow(
@@ -224,6 +232,7 @@ async def plane_of(
         host=section.publish_address,
         port=section.publish_port,
         timeout_s=ASKING_S,
+        publish_s=config.training.publish_timeout_s,
     )
     say(f"weights go to the servers over {choice.plane}: {choice.why}")
     return plane

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ludic.training")
 T = TypeVar("T")
+_MOST_LOSSES = 50
+"""How often a policy is published again for one batch."""
 Metrics = dict[str, float]
 Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
 
@@ -150,12 +152,9 @@ class Trainer:
 
     def train_sync(self, num_steps: int | None = None) -> None:
         """`train` for callers without an event loop."""
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            asyncio.run(self.train(num_steps))
-            return
-        raise ConfigError("an event loop is already running: use `await trainer.train(...)`")
+        if asyncio._get_running_loop() is not None:
+            raise ConfigError("an event loop is already running: use `await trainer.train(...)`")
+        asyncio.run(self.train(num_steps))
 
     async def train(self, num_steps: int | None = None) -> None:
         """Trains for `num_steps` more steps; without a number, until there are no more batches.
@@ -309,13 +308,14 @@ class Trainer:
         return metrics
 
     async def _next_batch(self) -> SAWBatch:
-        while True:
+        for _ in range(_MOST_LOSSES):
             try:
                 return await self.intake.next_batch(self.source, self.version)
             except PolicyLostError as exc:
                 if self.world.leads:
                     _log.warning("%s: version %d is published again", exc, self.version)
                 await self._publish()
+        raise TrainingError(f"no batch came: the samplers lost the policy {_MOST_LOSSES} times")
 
     async def _fit(self, work: Callable[..., T], *args: Any) -> T:
         """`_run` for what takes much memory. Where nothing helps, a checkpoint is written: of the

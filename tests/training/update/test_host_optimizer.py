@@ -263,6 +263,29 @@ def test_pieces_go_through_the_ring_in_every_order_that_streams_may_take(
         assert torch.equal(ringed_state[name], value), name
 
 
+def test_a_ring_that_does_not_fit_has_fewer_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer: Any = make_optimizer(
+        parameters(torch.bfloat16).items(), TrainerConfig(optimizer_device="cpu")
+    )
+    empty, asked = torch.empty, list[int]()
+
+    def most(shape: tuple[int, ...], **options: Any) -> Tensor:
+        asked.append(shape[0])
+        if shape[0] > room:
+            raise torch.OutOfMemoryError
+        return empty(shape, **options)
+
+    monkeypatch.setattr(host_optimizer, "_SLOTS", 6)
+    monkeypatch.setattr(torch, "empty", most)
+    room = 2
+    optimizer._make_ring()
+    assert asked == [6, 3, 1]
+    assert len(optimizer._ring) == 1
+    room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer._make_ring()
+
+
 def test_a_state_that_starts_over_has_forgotten_its_moments() -> None:
     own = parameters(torch.bfloat16)
     optimizer = make_optimizer(own.items(), TrainerConfig(optimizer_device="cpu"))

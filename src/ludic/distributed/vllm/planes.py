@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -141,6 +142,7 @@ class HTTPPlane(DataPlane):
         folder: OwnedFolder | None
         if self._server is None:
             self._server = PolicyServer(secrets.token_hex(32), self.host, self.port or 0)
+            weakref.finalize(self, self._server.close)
         server = self._server
         if isinstance(weights, SharedWeights):
             path, folder = weights.path, None
@@ -270,10 +272,12 @@ async def open_plane(
     host: str | None = None,
     port: int | None = None,
     timeout_s: float = 60.0,
+    publish_s: float = 600.0,
 ) -> tuple[DataPlane, Choice]:
     """Asks the servers where their workers are, and returns the plane that `choose_plane` says for
     a trainer on `device`, and why. A broadcast is told that device; it and HTTP listen at `host`
-    and `port`, or at the address of this machine that the first server sees."""
+    and `port`, or at the address of this machine that the first server sees. `publish_s` is the
+    deadline of a publish, within which hosts have to fetch."""
     here = Place.of(device)
     workers = await ask_places(client, here, timeout_s)
     choice = choose_plane(here, workers, named=named, gathered=gathered)
@@ -283,7 +287,7 @@ async def open_plane(
         return IPCPlane(), choice
     host = host or own_address(client.replicas[0].url)
     if choice.plane == "http":
-        return HTTPPlane(host=host, port=port), choice
+        return HTTPPlane(host=host, port=port, timeout_s=publish_s), choice
     broadcast = BroadcastPlane(
         backend=choice.plane,
         host=host,

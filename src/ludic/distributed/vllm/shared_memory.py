@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,9 @@ class FetchedWeights:
         timeout_s = float(source["timeout_s"])
         if not re.fullmatch("[0-9a-f]{64}", checksum):
             raise ValueError(f"{checksum!r} is not the checksum of a file of weights")
-        self._folder = SharedFolder(f"fetched-{checksum}")
+        # A run's own: another's copy of the same file may be changed in place by a difference.
+        run = sha256(key.encode()).hexdigest()[:16]
+        self._folder = SharedFolder(f"fetched-{checksum}-{run}")
         self.path = self._folder.path / _WEIGHTS
         try:
             with self._folder.alone(timeout_s):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from ludic.errors import ConfigError
-from ludic.plumbing.records import Record
+from ludic.plumbing.records import Record, ready
 
 GAMES = Path(__file__).parent / "games"
 
@@ -145,7 +145,7 @@ def read_game(name: str) -> Game:
     """The description of that name, or in the file of that path; raises `ConfigError` where it
     does not fit together."""
     try:
-        game = msgspec.convert(_read(name), Game)
+        game = msgspec.convert(_read(name), ready(Game))
         faults = list(_faults(game))
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"the game {name!r} is not described rightly: {error}") from error

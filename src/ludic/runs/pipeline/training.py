@@ -173,8 +173,12 @@ class RunPipeline:
             raise PipelineError(
                 f"nobody watches over the actors any more: {self._tending.exception()!r}"
             ) from self._tending.exception()
-        if self._watch is not None:
+        if self._watch is not None and not self._publishes():
             self._watch.check()
+
+    def _publishes(self) -> bool:
+        publisher = self._publisher
+        return isinstance(publisher, BackgroundPublisher) and publisher.is_publishing
 
     # Actors
 
@@ -195,9 +199,7 @@ class RunPipeline:
             await asyncio.sleep(_LOOK_EVERY_S)
             self._actors.tick()
             if self._watch is not None:
-                publisher = self._publisher
-                behind = isinstance(publisher, BackgroundPublisher) and publisher.is_publishing
-                await self._watch.look(self.lease.version, publishing=behind)
+                await self._watch.look(self.lease.version, publishing=self._publishes())
             if time.monotonic() - reported > _SAY_EVERY_S:
                 reported = time.monotonic()
                 with suppress(PipelineError):

@@ -108,8 +108,8 @@ class HostAdamW(MasterAdamW):
             end += -(-own.numel() // _ALIGNED) * _ALIGNED
         self._pieces = list(_pieces(self._places, end))
         self._arrays = {k: _host_array(end, dtype, on_gpu) for k in ("master", *MOMENTS)}
-        pinned = [a for a in self._arrays.values() if on_gpu and _pin(a)]
-        self._unpin = weakref.finalize(self, _unpin, self._way_out, pinned)
+        pinned = [a for a in self._arrays.values() if on_gpu and _pin(a, self._device)]
+        self._unpin = weakref.finalize(self, _unpin, self._way_out, pinned, self._device)
         self._unpin.atexit = False  # the process gives all back
 
     def _on_host(self, kind: str, name: str) -> Tensor:
@@ -209,8 +209,15 @@ class HostAdamW(MasterAdamW):
     def _make_ring(self) -> None:
         """For this step alone: activations have the memory before and after."""
         array, count = self._arrays["master"], min(_SLOTS, len(self._pieces))
-        shape = count, len(self._arrays), min(_PIECE, len(array))
-        self._ring = torch.empty(shape, dtype=array.dtype, device=self._device)
+        rest = len(self._arrays), min(_PIECE, len(array))
+        while True:
+            try:
+                self._ring = torch.empty((count, *rest), dtype=array.dtype, device=self._device)
+                break
+            except torch.OutOfMemoryError:  # fewer pieces at once are slower, and no failure
+                if count == 1:
+                    raise
+                count //= 2
         for lane in (self._way_in, self._way_out):
             lane.use(self._ring)
 
@@ -221,12 +228,13 @@ class HostAdamW(MasterAdamW):
             if not self._states[name]:
                 self._states[name] = {"step": torch.zeros(())}
                 self._states[name] |= {kind: self._moment(name, kind) for kind in MOMENTS}
-            self._states[name]["step"] += 1
-            numbers[name] = self._states[name]["step"].item()
+            numbers[name] = self._states[name]["step"].item() + 1
         counts = {
             n: torch.full((), n, dtype=torch.float32, device=self._device)
             for n in set(numbers.values())
         }
+        for name in numbers:  # when nothing can fail any more
+            self._states[name]["step"] += 1
         return {name: counts[number] for name, number in numbers.items()}
 
     @torch.no_grad()
@@ -307,13 +315,14 @@ def _host_array(count: int, dtype: torch.dtype, whole_pages: bool) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count).zero_()
 
 
-def _pin(array: Tensor) -> bool:
+def _pin(array: Tensor, device: torch.device) -> bool:
     """Pins an array as a whole: no copy may cross from one registration into the next."""
     size = array.numel() * array.element_size()
-    code = int(torch.cuda.cudart().cudaHostRegister(array.data_ptr(), size, 1))  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        code = int(torch.cuda.cudart().cudaHostRegister(array.data_ptr(), size, 1))  # type: ignore[no-untyped-call]
     if code:
         with suppress(RuntimeError):  # the next kernel would be blamed for it
-            torch.empty(1, device="cuda").fill_(1)
+            torch.empty(1, device=device).fill_(1)
         _log.warning(
             "%.1f GB of the host's memory cannot be pinned (CUDA error %d): the optimizer's steps "
             "will be slower",
@@ -323,8 +332,9 @@ def _pin(array: Tensor) -> bool:
     return not code
 
 
-def _unpin(way_out: Lane, arrays: Sequence[Tensor]) -> None:
+def _unpin(way_out: Lane, arrays: Sequence[Tensor], device: torch.device) -> None:
     """Before the memory goes back; nothing may be on its way to it."""
     way_out.finish()
     for array in arrays:
-        torch.cuda.cudart().cudaHostUnregister(array.data_ptr())  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(array.data_ptr())  # type: ignore[no-untyped-call]

@@ -79,6 +79,9 @@ class _Head(msgspec.Struct, frozen=True):
     stdout: _Count
 
 
+_HEAD = msgspec.json.Decoder(_Head)
+
+
 _starting = threading.Lock()
 _starters: dict[int, ThreadPoolExecutor] = {}
 """The one thread that starts every worker of this process, by the process: a fork has none yet."""
@@ -289,7 +292,7 @@ def check_request(files: Mapping[str, bytes], command: Sequence[str], stdin: byt
 
 def _result(content: bytes) -> RunResult:
     end = 4 + int.from_bytes(content[:4], "big")
-    head = msgspec.json.decode(content[4:end], type=_Head)
+    head = _HEAD.decode(content[4:end])
     middle = end + head.stdout
     stdout, stderr = content[end:middle], content[middle:]
     code = head.exit_code
