@@ -108,7 +108,7 @@ def test_a_replaced_piece_is_used_and_what_was_made_from_it_is_made_again() -> N
     assert not Path("run").exists()
     with pytest.raises(ConfigError, match="model cannot be replaced: the run has begun"):
         run.model = model
-    with pytest.raises(ConfigError, match="this run is over: resume it with"):
+    with pytest.raises(ConfigError, match="this run is over: resume it by"):
         run.go()
 
 

@@ -310,7 +310,7 @@ def test_a_compaction_is_a_seam_with_both_sides(tmp_path: Path, serve: Serve, pa
         shown = page.locator(".seam details").first.inner_text()
         assert seams[0].obs in shown
         assert (before.message["content"] or "turns were dropped here]") in shown
-        assert "forked here: compacted" in page.locator(".seam + .turn").first.inner_text()
+        assert "forked here: compacted" in page.locator(".seam + .turn").first.text_content()
 
 
 def test_the_keyboard_the_address_and_the_phone(tmp_path: Path, serve: Serve, pages: Any) -> None:
