@@ -171,6 +171,7 @@ async def test_a_publish_that_finds_no_room_says_who_holds_it(
     assert await client.get_policy_version() == 2
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_server_that_refuses_keeps_all_on_the_version_before(
     client: VLLMChatClient, publisher: AdapterPolicyPublisher, fakes: Fakes
 ) -> None:
@@ -231,6 +232,7 @@ async def test_servers_may_come_and_go_between_publishes(
     await until(lambda: versions(fakes[1]) == [3])
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_server_out_of_rotation_that_refuses_stays_out_and_stops_nobody(
     client: VLLMChatClient, publisher: AdapterPolicyPublisher, fakes: Fakes
 ) -> None:
@@ -267,6 +269,7 @@ async def test_a_server_that_was_restarted_gets_the_adapter_before_it_is_used(
     assert [f.calls[UNLOAD] for f in fakes] == [1, 1]
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_restarted_server_that_cannot_take_the_adapter_serves_nobody(
     client: VLLMChatClient, publisher: AdapterPolicyPublisher, fakes: Fakes
 ) -> None:
@@ -275,7 +278,7 @@ async def test_a_restarted_server_that_cannot_take_the_adapter_serves_nobody(
     fakes[1].faults[LOAD] = failing(500)
     for n in range(8):
         await client.complete_tokens(request(seed=n))
-    await until(lambda: client.replicas[1].out is not None)
+    await asyncio.gather(*client._learning.values())
     assert "did not load the adapter" in str(client.replicas[1].out)
 
 

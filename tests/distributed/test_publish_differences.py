@@ -172,6 +172,7 @@ async def test_where_all_weights_arrive_changed_too_the_error_names_server_and_v
     assert all(holds(fake, 3) for fake in fakes)
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_host_whose_copy_is_gone_half_way_gets_all_weights(
     publisher: BroadcastPolicyPublisher, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +191,7 @@ async def test_a_host_whose_copy_is_gone_half_way_gets_all_weights(
     assert all(holds(fake, 2) for fake in fakes)
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_publish_that_was_staged_and_not_used_is_no_base(
     publisher: BroadcastPolicyPublisher, fakes: Fakes
 ) -> None:

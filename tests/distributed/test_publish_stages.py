@@ -183,6 +183,7 @@ async def test_when_the_last_server_dies_the_error_says_so(
     assert client.in_rotation() == []
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_server_that_refuses_to_pause_puts_everyone_back(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:
@@ -276,6 +277,7 @@ async def test_a_server_that_cannot_be_brought_back_does_not_hold_up_the_others(
     assert len(client.in_rotation()) == 2
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_server_of_unknown_weights_is_not_resumed_by_a_publish_that_fails(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:

@@ -30,6 +30,8 @@ from ludic.inference.vllm.server import free_port
 from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.fake_server import FakeVLLM, failing, hanging
 
+pytestmark = pytest.mark.usefixtures("clock")
+
 WEIGHTS = {"a.weight": torch.arange(12.0).view(3, 4), "b.bias": torch.ones(5)}
 
 
@@ -144,7 +146,6 @@ async def test_a_server_with_a_transfer_of_its_own_is_named_with_the_remedy(
     assert len(client.in_rotation()) == 2
 
 
-@pytest.mark.usefixtures("clock")
 async def test_a_server_that_hangs_meets_the_deadline_and_the_others_are_resumed(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:

@@ -118,7 +118,8 @@ async def test_a_server_that_fails_to_switch_is_out_of_rotation_and_the_others_s
         posts = failing(500)
         bad.faults[SWITCH] = lambda r: posts(r) if r.method == "POST" else {}
         async with VLLMChatClient([good.url, bad.url]) as client:
-            report = await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
+            with virtual_time():
+                report = await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
         assert list(report.details["lost"]) == [bad.url]
         assert "applied version 3" in report.details["lost"][bad.url]
         assert bad.calls["/pause"] == 1  # its requests are sent elsewhere

@@ -188,7 +188,8 @@ class AdapterServer(ServerUpdate):
         async def work() -> None:
             nonlocal trace
             async with within(self.timeout_s, "the canary", self.replica.url):
-                response = await self.client.ask_replica(self.replica, request, self.loaded)
+                asking = self.client.ask_replica(self.replica, request, self.loaded)
+                response = await self.watched("the canary", asking)
             trace = response.trace
 
         await self.step("sample", "sample the canary", work)

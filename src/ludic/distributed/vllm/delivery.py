@@ -22,12 +22,19 @@ from ludic.inference.http import UnreachableError
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.servers import Replica
 
+T = TypeVar("T")
+
 ORDER = (
     *("gather", "encode", "prepare", "greet", "finite", "checksums", "own_canary", "join"),
     *("write", "room", "load", "start", "stage", "compare", "sample"),
     *("pause", "apply", "reset", "resume", "keep", "canary"),
     *("worker_stage", "worker_checksums", "worker_apply"),
 )
+
+
+HEALTHY_S = 5.0
+"""How long a server that answered with HTTP 5xx has to stay healthy to count as alive, and how long
+one may take to answer before it is asked for its health."""
 
 
 class PublishTimes:
@@ -78,18 +85,13 @@ class ServersAwayError(PublishError):
     """All servers went away during a publish; none of them refused it."""
 
 
-def is_away(exc: BaseException | None) -> bool:
-    """Whether it says that a server does not answer, rather than what it answers."""
-    unreachable = isinstance(exc, UnreachableError) and exc.status is None
-    return unreachable or isinstance(exc, DeadlineError)
-
-
 class ServerUpdate(ABC):
     """Tells one server what to do, step by step, and remembers how far it came.
 
-    A server that no longer answers is lost, and so is one that was out of rotation and refuses:
-    neither keeps the others from being updated. Any other refusal is raised. All of it happens in
-    one event loop; two servers' steps run side by side, two steps of one server never do.
+    A server that no longer answers, or whose engine is dead, is lost, and so is one that was out of
+    rotation and refuses: none of them keeps the others from being updated. Any other refusal is
+    raised. All of it happens in one event loop; two servers' steps run side by side, two steps of
+    one server never do.
     """
 
     def __init__(
@@ -117,7 +119,8 @@ class ServerUpdate(ABC):
                     await self.client.learn(replica, self.patience_s)
                 await self.examine()
         except (UnreachableError, DeadlineError) as exc:
-            self.lose(f"it did not answer when a publish began: {exc}", away=True)
+            why = f"it did not answer when a publish began: {exc}"
+            self.lose(why, away=await self.is_away(exc))
         except LudicError as exc:
             if self.was_out is None:
                 raise
@@ -135,7 +138,7 @@ class ServerUpdate(ABC):
             with self.times.timed(name):
                 await work()
         except LudicError as exc:
-            if isinstance(exc, UnreachableError) and exc.status is None:
+            if isinstance(exc, UnreachableError) and await self.is_away(exc):
                 self.lose(f"it went away when it was to {what}: {exc}", away=True)
             elif self.was_out is not None:
                 self.lose(f"it was to be brought back, and did not {what}: {exc}")
@@ -144,6 +147,45 @@ class ServerUpdate(ABC):
             else:
                 raise
         self._asked = None  # not so where the step was cancelled: see `lose_if_hung`
+
+    async def is_away(self, exc: BaseException) -> bool:
+        """Whether a failure is that of a server that does not answer, or is about to end.
+
+        One that was killed may answer for a moment longer, with errors, and even call itself
+        healthy. So whoever answered with HTTP 5xx is alive only if it stays healthy."""
+        if isinstance(exc, DeadlineError):
+            return True
+        if not isinstance(exc, UnreachableError) or (exc.status or 500) < 500:
+            return False
+        limit_s = min(HEALTHY_S, self.patience_s)
+        ends_at = _now() + limit_s
+        while exc.status is not None and _now() < ends_at:
+            if await self._illness(limit_s) is not None:
+                return True
+            await asyncio.sleep(limit_s / 5)
+        return exc.status is None
+
+    async def _illness(self, limit_s: float) -> UnreachableError | DeadlineError | None:
+        """Why the server is not healthy; None if it is."""
+        ask = self.client.control(self.replica, "GET", "/health", timeout_s=limit_s, plain=True)
+        try:
+            await ask
+        except (UnreachableError, DeadlineError) as exc:
+            return exc
+        except InferenceError:  # a refusal is an answer
+            pass
+        return None
+
+    async def _until_ill(self) -> UnreachableError:
+        """Returns when the server is gone or its engine dead. Asks each time after as long as it
+        has waited already; no answer says nothing."""
+        pause_s = min(HEALTHY_S, self.patience_s)
+        while True:
+            await asyncio.sleep(pause_s)
+            illness = await self._illness(self.patience_s)
+            if isinstance(illness, UnreachableError):
+                return illness
+            pause_s *= 2
 
     @property
     def model_name(self) -> str:
@@ -182,9 +224,24 @@ class ServerUpdate(ABC):
     ) -> Any:
         """One exchange over the server's control routes."""
         limit = self.timeout_s if seconds is None else seconds
-        return await self.client.control(
+        exchange = self.client.control(
             self.replica, method, path, body=body, timeout_s=limit, plain=plain
         )
+        return await self.watched(path, exchange)
+
+    async def watched(self, what: str, exchange: Coroutine[Any, Any, T]) -> T:
+        """The server's answer. vLLM never gives one where its engine was killed meanwhile: so this
+        fails, too, when the server is no longer healthy."""
+        asking, watching = asyncio.ensure_future(exchange), asyncio.ensure_future(self._until_ill())
+        try:
+            await asyncio.wait({asking, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return asking.result()
+            raise UnreachableError(f"{what} was not answered, and then {watching.result()}")
+        finally:
+            for task in (asking, watching):
+                task.cancel()
+            await asyncio.gather(asking, watching, return_exceptions=True)
 
     async def call_workers(self, method: str, seconds: float | None = None) -> list[Any]:
         """What each worker returns from a method of the worker extension."""

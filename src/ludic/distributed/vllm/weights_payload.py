@@ -145,7 +145,8 @@ class WeightsDelivery(Delivery[WeightsServer]):
             )
         for server, theirs in zip(self.servers, answers, strict=True):
             if isinstance(theirs, UnreachableError):
-                server.lose(f"it went away before the canary: {theirs}", away=True)
+                server.lose(f"it did not score the canary: {theirs}")
+                server.away = await server.is_away(theirs)
                 continue
             if isinstance(theirs, BaseException):
                 raise theirs
@@ -278,7 +279,8 @@ class WeightsDelivery(Delivery[WeightsServer]):
             ReturnSpec(logprobs=False, prompt_logprobs=True),
             extensions=first,
         )
-        response = await self.job.client.ask_replica(server.replica, request)
+        asking = self.job.client.ask_replica(server.replica, request)
+        response = await server.watched("the canary", asking)
         return [float(score) for score in response.info["prompt_logprobs"][1:]]
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ludic.distributed.vllm.delivery import ServerUpdate, is_away, together
+from ludic.distributed.vllm.delivery import ServerUpdate, together
 from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, PublishError
 from ludic.inference.http import UnreachableError
 from ludic.inference.vllm.flags import RECEIPT
@@ -98,9 +98,9 @@ class WeightsServer(ServerUpdate):
             else:
                 await self._apply(named)
         except (InferenceError, DeadlineError) as exc:
-            why = f"it failed while it applied version {version}: {exc}"
-            self.lose(why, away=is_away(exc))
+            self.lose(f"it failed while it applied version {version}: {exc}")
             await self.send_away()
+            self.away = await self.is_away(exc)
             return
         self.replica.version = version
         self.replica.out = None
@@ -126,9 +126,9 @@ class WeightsServer(ServerUpdate):
                 return
             await self.ask("/resume", seconds=self.patience_s)
         except (InferenceError, DeadlineError) as exc:
-            why = f"it could not be resumed after a failed publish: {exc}"
-            self.lose(why, away=is_away(exc))
+            self.lose(f"it could not be resumed after a failed publish: {exc}")
             await self.send_away()
+            self.away = await self.is_away(exc)
 
     async def explained(self, what: str, refusal: InferenceError) -> LudicError:
         if await self._has_our_engine():
