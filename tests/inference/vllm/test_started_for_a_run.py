@@ -231,5 +231,6 @@ def test_a_vllm_server_under_ray_is_killed_and_samples_again(
         driver.send_signal(signal.SIGTERM)
         assert driver.wait(600) == 0, said.read_text()
     check(updates(run))
+    assert placed().count("trainer") == 1, said.read_text()  # it waited, and was not resumed
     assert "stopped; resume it with" in said.read_text()
     check_that_nobody_is_left(tmp_path)

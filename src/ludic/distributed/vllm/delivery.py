@@ -157,7 +157,7 @@ class ServerUpdate(ABC):
             return True
         if not isinstance(exc, UnreachableError) or (exc.status or 500) < 500:
             return False
-        limit_s = min(HEALTHY_S, self.patience_s)
+        limit_s = min(HEALTHY_S, self.patience_s / 2)  # the last question may take as long again
         ends_at = _now() + limit_s
         while exc.status is not None and _now() < ends_at:
             if await self._illness(limit_s) is not None:
