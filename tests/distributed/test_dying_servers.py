@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +13,28 @@ from ludic.distributed.interfaces import Snapshot
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.distributed.vllm.delivery import ServersAwayError
+from ludic.distributed.vllm.planes import SharedMemoryPlane
 from ludic.errors import PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.switching import SWITCH
 from ludic.sharding.weights import ModelWeights
 from tests.distributed.test_servers_away import scoring
-from tests.inference.vllm.fake_server import FakeVLLM, hanging, vanishing
+from tests.inference.vllm.fake_server import ROUTES, FakeVLLM, hanging, vanishing
 
 pytestmark = pytest.mark.usefixtures("clock")
 
 GENERATE = "/inference/v1/generate"
+JOIN = "/init_weight_transfer_engine"
 STAGES = (
-    *("/get_world_size", "/start_weight_update", "/update_weights", "/collective_rpc", "/pause"),
+    *(
+        "/get_world_size",
+        JOIN,
+        "/start_weight_update",
+        "/update_weights",
+        "/collective_rpc",
+        "/pause",
+    ),
     *("/finish_weight_update", "/reset_prefix_cache", "/resume", SWITCH, GENERATE),
 )
 PROMPT = (1, 2, 3)
@@ -61,6 +70,13 @@ class Dying(FakeVLLM):
         self.path, self.dies, self.paused, self.version = "", False, False, "default"
 
 
+class InvitingPlane(SharedMemoryPlane):
+    """Has servers join, as broadcasts do."""
+
+    def invitation(self, workers: int, timeout_s: float) -> Mapping[str, Any]:
+        return {"workers": workers}
+
+
 class Starts:
     """What waits for servers when a publish begins: starts one again that has died."""
 
@@ -76,7 +92,7 @@ class Starts:
 
 @pytest.fixture(params=STAGES)
 async def fake(request: pytest.FixtureRequest) -> AsyncIterator[Dying]:
-    fake = Dying(path=request.param, faults={GENERATE: scoring(PROMPT)})
+    fake = Dying((*ROUTES, JOIN), path=request.param, faults={GENERATE: scoring(PROMPT)})
 
     async def switch(asked: web.Request) -> Any:
         if asked.method == "POST":
@@ -100,7 +116,7 @@ async def client(fake: Dying) -> AsyncIterator[VLLMChatClient]:
 async def publish(client: VLLMChatClient, starts: Starts | None) -> Any:
     publisher = BroadcastPolicyPublisher(
         client,
-        plane="shared_memory",
+        plane=InvitingPlane(),
         canary_prompt=PROMPT,
         budget=MismatchBudget(100.0, 100.0),
     )

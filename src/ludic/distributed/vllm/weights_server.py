@@ -51,9 +51,15 @@ class WeightsServer(ServerUpdate):
             self.has_base = bool(held) and set(held) == {self.base}
 
     async def invite(self, invitation: Mapping[str, Any], rank_offset: int) -> None:
-        """Has the server's workers join the trainer's broadcast group."""
+        """Has the server's workers join the trainer's broadcast group. Raises where they do not:
+        the trainer would wait for them there."""
         body = {"init_info": {**invitation, "rank_offset": rank_offset}}
-        await self.ask("/init_weight_transfer_engine", body)
+        try:
+            await self.ask("/init_weight_transfer_engine", body)
+        except UnreachableError as exc:
+            if await self.is_away(exc):
+                self.lose(f"it went away when it was to join a broadcast: {exc}", away=True)
+            raise
 
     async def start(self) -> None:
         """Opens the update; one that a dead trainer left open is closed first."""
