@@ -28,7 +28,7 @@ BATCH = 128
 TEACHER = "gsm8k-1.5b-s0"
 START_S, LARGE_S, SMALL_S = 35.0, 2.3, 0.9
 """Seconds to start a run, and of an update of the 1.5B and the 0.5B alone on an H200."""
-LARGE_GB, SMALL_GB, ALONE_GB = 80.0, 36.0, 80.0
+LARGE_GB, SMALL_GB, ALONE_GB = 72.0, 36.0, 80.0
 SHARED = ("training.max_seq_len=1024", "training.micro_token_budget=6144")
 """Settings of a run in company: the plan of one alone takes as much of the GPU as it is faster
 with."""
@@ -117,7 +117,8 @@ def _lora(args: argparse.Namespace) -> Job:
         "lora-1.5b-s0",
         (("gsm8k", "Ludic, LoRA of rank 16"),),
         work_s=args.updates_large * 2.8 + 20,
-        gb=LARGE_GB,
+        gb=ALONE_GB,
+        alone=True,
         words=(
             *(f"training.steps={args.updates_large}", "model.lora.rank=16"),
             "training.learning_rate=2e-5",

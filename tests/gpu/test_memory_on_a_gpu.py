@@ -147,7 +147,7 @@ def assert_same_bits(ours: Twin, others: Twin) -> None:
     state = {name: value.clone() for name, value in ours[1].state_dict().items()}
     for name, master in others[1].masters.items():
         assert torch.equal(ours[0][name], others[0][name]), name
-        assert torch.equal(ours[1].masters[name].cuda(), master), name
+        assert torch.equal(ours[1].masters[name].cpu(), master.cpu()), name
     for name, value in others[1].state_dict().items():
         assert torch.equal(state[name].cuda(), value.cuda()), name
 
