@@ -136,7 +136,8 @@ def _find_environment(folder: Path) -> None:
 
 
 def measured_phases(folder: Path) -> dict[str, float]:
-    """Medians over a run's updates, without the first."""
+    """Medians over a run's updates and their peak, without the first few, in which graphs are
+    captured and the largest pass is tried."""
     rows = [
         json.loads(line)
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -150,7 +151,7 @@ def measured_phases(folder: Path) -> dict[str, float]:
         return float(median(sum(row.get(f"perf/{n}", 0.0) for n in names) for row in counted))
 
     ends = [row["perf/elapsed_s"] for row in rows[FIRST - 1 :]]
-    peaks = [row.get("perf/gpu_mem_peak_mb", 0.0) for row in rows]
+    peaks = [row.get("perf/gpu_mem_peak_mb", 0.0) for row in counted]
     return {
         "update": median(b - a for a, b in pairwise(ends)),
         "waiting": of("wait_for_batch_s", "wait_for_next_batch_s"),

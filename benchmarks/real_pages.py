@@ -62,6 +62,8 @@ The 0.5B by GRPO: one process that samples and then trains, one that samples the
 trains (`training.overlap`), and an actor and a trainer over Redis ([`--async`](../pipeline.md)). In
 both of the latter, samples are one update old.
 """
+MODELS = {"qwen05": "Qwen2.5-Coder-0.5B-Instruct", "qwen15": "Qwen2.5-Coder-1.5B-Instruct"}
+"""What the models in folders of such names are."""
 PAGES = {
     "gsm8k": ("GSM8K", TASK + GSM8K),
     "algorithms": ("Every algorithm", TASK + ALGORITHMS),
@@ -210,7 +212,8 @@ def _rate(reports: Sequence[EvalReport]) -> str:
 
 
 def _row(page: str, name: str, runs: Sequence[Series], peer: str) -> list[str]:
-    models = {Path(str(r.facts.settings["model"]["name"])).name for r in runs if r.facts}
+    folders = {Path(str(r.facts.settings["model"]["name"])).name for r in runs if r.facts}
+    models = [MODELS.get(folder, folder) for folder in folders]
     timed = [r.points[-1].seconds / 60 for r in runs if r.points and r.alone]
     minutes = f"{sum(timed) / len(timed):.1f}" if timed else "–"
     updates = dict.fromkeys(str(len(r.points)) for r in runs if r.points)
