@@ -1,15 +1,19 @@
-"""The constants of a machine, and where each comes from."""
+"""The constants of a machine, where each comes from, and how they follow from measurements; and the
+sizes of a few published models, so that a plan needs no download."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ludic.errors import ConfigError
+from ludic.memory.shape import ModelShape
 
 ORIGINS = ("measured", "measured on another machine", "data sheet", "assumed")
 _SHIPPED = files("ludic.plan") / "profiles"
@@ -162,3 +166,53 @@ def scaled(measured: Profile, sheet: Profile) -> Profile:
         if figure.origin == "measured":
             figures[name] = Figure(figure.value, "measured on another machine", measured.name)
     return replace(sheet, figures={**figures, **sheet.figures})
+
+
+Measured = tuple[Mapping[str, float], float]
+"""What a time depends on, by the names of figures, and the seconds."""
+_ROUNDS = 20_000
+
+
+def fit(rows: Sequence[Measured], given: Mapping[str, float] | None = None) -> dict[str, float]:
+    """The constants of `rows`, beside those that are `given`. By coordinate descent, so that a
+    constant which the rows do not tell stays 0."""
+    given = given or {}
+    names = sorted({name for features, _ in rows for name in features} - set(given))
+    sizes = np.array(
+        [[features.get(n, 0.0) / seconds for n in names] for features, seconds in rows]
+    )
+    known = [sum(given.get(n, 0.0) * f for n, f in features.items()) for features, _ in rows]
+    goal = np.array([1 - part / seconds for part, (_, seconds) in zip(known, rows, strict=True)])
+    scale = np.sqrt((sizes**2).sum(axis=0))
+    scale[scale == 0] = 1.0
+    columns = sizes / scale
+    found = np.zeros(len(names))
+    rest = goal.copy()
+    for _ in range(_ROUNDS):
+        moved = 0.0
+        for index in range(len(names)):
+            column = columns[:, index]
+            better = max(found[index] + float(column @ rest), 0.0)
+            rest -= (better - found[index]) * column
+            moved = max(moved, abs(better - found[index]))
+            found[index] = better
+        if moved < 1e-10:
+            break
+    return {name: float(value) for name, value in zip(names, found / scale, strict=True)}
+
+
+_FACTS = json.loads((files("ludic.plan") / "shapes.json").read_text(encoding="utf-8"))
+
+
+def shape_named(model: str) -> ModelShape:
+    """The sizes of a model by its name, with or without an owner and a suffix (`-Instruct`)."""
+    plain = model.rpartition("/")[2].lower().replace("-coder", "").replace("-math", "")
+    for name in sorted(_FACTS, key=len, reverse=True):
+        if plain == name.lower() or plain.startswith(name.lower() + "-"):
+            shape = ModelShape.of(_FACTS[name])
+            assert shape is not None
+            return shape
+    raise ConfigError(
+        f"the sizes of {model!r} are not here: download its config.json, or give one of "
+        f"{', '.join(sorted(_FACTS))} as --shape"
+    )

@@ -4,7 +4,7 @@ passes over memory, and fewer tensors kept for the backward pass.
 Products go through `_Products` and `_GatedMLP`, which add what several of them give to one gradient
 inside the products themselves, compute a LoRA layer's low-rank products with those of the layer
 that they belong to, and keep nothing for weights that are frozen. What lies between is Triton's
-(`layer_kernels`), or on other devices plain torch.
+(`kernels`), or on other devices plain torch.
 """
 
 from __future__ import annotations
@@ -294,13 +294,13 @@ class _Rotated(torch.autograd.Function):
 def _kernels(x: Tensor) -> Any:
     if not x.is_cuda:
         return _PlainTorch
-    from ludic.training.update import layer_kernels
+    from ludic.training.update import kernels
 
-    return layer_kernels
+    return kernels
 
 
 class _PlainTorch:
-    """`layer_kernels` for every device and type."""
+    """`kernels` for every device and type."""
 
     @staticmethod
     def norm(

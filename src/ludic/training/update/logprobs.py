@@ -138,17 +138,17 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _kernel(plain: Callable[..., Any], scales: Tensor, kernels: HeadKernels) -> Callable[..., Any]:
+def _kernel(plain: Callable[..., Any], scales: Tensor, how: HeadKernels) -> Callable[..., Any]:
     """`_reduce` or `_logit_gradient` as a GPU is to compute it: the many passes of plain torch over
     a chunk of logits cost as much as the head itself."""
-    if not scales.is_cuda or scales.dtype != torch.float32 or kernels == "eager":
+    if not scales.is_cuda or scales.dtype != torch.float32 or how == "eager":
         return plain
-    if kernels == "compiled":
+    if how == "compiled":
         return _fused(plain)
-    if kernels == "triton" or triton_works(scales.device):
-        from ludic.training.update import head_kernels
+    if how == "triton" or triton_works(scales.device):
+        from ludic.training.update import kernels
 
-        return getattr(head_kernels, plain.__name__[1:])  # type: ignore[no-any-return]
+        return getattr(kernels, plain.__name__[1:])  # type: ignore[no-any-return]
     return plain
 
 
@@ -156,10 +156,10 @@ def _kernel(plain: Callable[..., Any], scales: Tensor, kernels: HeadKernels) -> 
 def triton_works(device: torch.device) -> bool:
     """Whether a kernel can be compiled here: Triton needs a C compiler, which not all have."""
     try:
-        from ludic.training.update import head_kernels
+        from ludic.training.update import kernels
 
         one = torch.ones(1, device=device)
-        head_kernels.reduce(one[None], one, None, torch.zeros_like(one, dtype=torch.long), False)
+        kernels.reduce(one[None], one, None, torch.zeros_like(one, dtype=torch.long), False)
     except Exception as exc:
         _log.warning(
             "Triton cannot compile a kernel here (%s: %s): log-probs are computed by plain torch, "
