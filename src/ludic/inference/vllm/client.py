@@ -17,8 +17,7 @@ from ludic.inference.addresses import split_user, without_user
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.http import UnreachableError, ask
 from ludic.inference.retries import Backoff, within
-from ludic.inference.vllm.rotation import Rotation
-from ludic.inference.vllm.servers import Replica, ServerFacts, Serving
+from ludic.inference.vllm.rotation import Replica, Rotation, ServerFacts, Serving
 from ludic.inference.vllm.wire import completions_body, generate_body, read_answer
 from ludic.types import ChatResponse, FinishReason
 
