@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
+from ludic.memory.engine import Engine as Engine
 from ludic.memory.engine import EngineMemory, engine_bytes, grown_tokens
 from ludic.memory.shape import Adapter, ModelShape
 from ludic.memory.update import Training, pass_bytes, state_bytes
@@ -23,16 +24,6 @@ _SATURATED = 3e13
 """Parameters times tokens, from which on a larger pass is no quicker for each of its tokens."""
 MOST_TOKENS = 131_072
 _ROUND = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """The engine in the trainer's process. With `mixed` it has a rounded copy of the weights."""
-
-    slots: int
-    context: int
-    deterministic: bool = False
-    prefix_cache_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +56,8 @@ class Plan:
         return dict(zip(names, sizes, strict=True))
 
     def engine_memory(self, engine: Engine) -> EngineMemory:
-        return engine_bytes(
-            self.shape,
-            slots=engine.slots,
-            context=engine.context,
-            item=self.training.item,
-            device=self.training.device,
-            deterministic=engine.deterministic,
-            prefix_cache_tokens=engine.prefix_cache_tokens,
-        )
+        how = self.training
+        return engine_bytes(self.shape, engine, item=how.item, device=how.device)
 
     @property
     def total(self) -> int:

@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ludic.errors import ConfigError
@@ -98,14 +99,8 @@ class Profile:
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
-        figures = {
-            name: {"value": f.value, "origin": f.origin, "source": f.source}
-            for name, f in self.figures.items()
-        }
-        return {
-            **{"name": self.name, "machine": self.machine, "date": self.date},
-            **{"versions": dict(self.versions), "figures": figures},
-        }
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.plain(), indent=1) + "\n", encoding="utf-8")
@@ -131,17 +126,11 @@ def load_profile(name: str | Path) -> Profile:
 
 def _read(facts: Any, name: str) -> Profile:
     try:
-        figures = {
-            key: Figure(float(f["value"]), f["origin"], f.get("source", ""))
-            for key, f in facts["figures"].items()
-        }
-        profile = Profile(
-            *(facts["name"], facts["machine"], facts["date"], facts["versions"], figures)
-        )
-        if like := facts.get("like"):
-            profile = scaled(load_profile(like), profile)
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise ConfigError(f"the profile {name} cannot be read: {exc!r} is missing or odd") from exc
+        profile = msgspec.convert(facts, Profile)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"the profile {name} cannot be read: {exc}") from exc
+    if like := facts.get("like"):
+        profile = scaled(load_profile(like), profile)
     missing = [key for key in FIGURES if key not in profile.figures]
     wrong = [key for key, f in profile.figures.items() if not 0 <= f.value < float("inf")]
     if missing or wrong:

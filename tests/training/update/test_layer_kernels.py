@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ludic.training.update.fused_layers import _PlainTorch as plain
+from tests.training.update import plain_kernels as plain
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or `make setup`")
 

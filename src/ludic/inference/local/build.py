@@ -188,12 +188,6 @@ def engine_memory(
     if shape is None:
         raise ConfigError(f"{type(model).__name__} does not say how large its layers are")
     where = device or kv.device
-    return engine.engine_bytes(
-        shape,
-        slots=max_slots,
-        context=context_tokens(max_context_tokens, config, where),
-        item=kv.dtype.itemsize,
-        device=where.type,
-        deterministic=bool(deterministic),
-        prefix_cache_tokens=prefix_cache_tokens,
-    )
+    context = context_tokens(max_context_tokens, config, where)
+    how = engine.Engine(max_slots, context, bool(deterministic), prefix_cache_tokens)
+    return engine.engine_bytes(shape, how, item=kv.dtype.itemsize, device=where.type)
