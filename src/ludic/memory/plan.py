@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import accumulate
 
 from ludic.memory.engine import Engine as Engine
 from ludic.memory.engine import EngineMemory, engine_bytes, grown_tokens
@@ -145,14 +143,13 @@ def remedies(plan: Plan, free: int, longest: int) -> list[str]:
     changes = list(_changes(plan, longest))
     alone = [name for name, changed in _numbered(plan, free, longest) if changed.fits(free)]
     alone += [name for name, change in changes if change(plan).fits(free)]
-    if not alone:
-        together = accumulate(changes, lambda a, b: (f"{a[0]}, {b[0]}", partial(_both, a[1], b[1])))
-        alone = [name for name, change in together if change(plan).fits(free)][:1]
+    changed = plan
+    for number, (_, change) in enumerate([] if alone else changes, start=1):
+        changed = change(changed)
+        if changed.fits(free):
+            alone.append(", ".join(name for name, _ in changes[:number]))
+            break
     return alone + list(_ranks(plan, free))
-
-
-def _both(first: Callable[[Plan], Plan], second: Callable[[Plan], Plan], plan: Plan) -> Plan:
-    return second(first(plan))
 
 
 def _changes(plan: Plan, longest: int) -> Iterator[tuple[str, Callable[[Plan], Plan]]]:

@@ -54,7 +54,22 @@ def token_logprobs(
             hidden, head.weight, head.bias, targets, scales, kept, entropy, chunk, kernels
         )
         return logprobs, entropies if entropy else None
-    return _checkpointed(hidden, head, targets, temperatures, kept, rule, entropy, chunk)
+    # Logits that are more than one product: LoRA on the head, a soft cap.
+    chunk = chunk or chunk_tokens(int(getattr(head, "out_features", 2**17)), hidden.device.type)
+
+    def score(part: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+        logits = rule(_wide_logits(part, head))
+        mask = _mask(kept, start, end, logits.shape[1])
+        scales = 1.0 / temperatures[start:end]
+        return _reduce(logits, scales, mask, targets[start:end], entropy)[1:]
+
+    parts = [
+        checkpoint(score, hidden[start:end], start, end, use_reentrant=False)
+        for start, end in _ranges(len(hidden), chunk)
+    ]
+    empty = hidden.new_zeros(0, dtype=_wide(hidden.dtype))
+    logprobs = torch.cat([empty, *(p[0] for p in parts)])
+    return logprobs, torch.cat([empty, *(p[1] for p in parts)]) if entropy else None
 
 
 def action_logits(
@@ -299,32 +314,3 @@ def _wide_logits(hidden: Tensor, head: nn.Module) -> Tensor:
         return head(hidden).to(wide)  # type: ignore[no-any-return]
     with torch.autocast(hidden.device.type, hidden.dtype):
         return head(hidden).to(wide)  # type: ignore[no-any-return]
-
-
-def _checkpointed(
-    hidden: Tensor,
-    head: nn.Module,
-    targets: Tensor,
-    temperatures: Tensor,
-    kept: KeptIds | None,
-    rule: LogitRule,
-    entropy: bool,
-    chunk: int | None,
-) -> TokenValues:
-    """The same for logits that are more than one product (LoRA on the head, a soft cap)."""
-    vocab = int(getattr(head, "out_features", 2**17))
-    chunk = chunk or chunk_tokens(vocab, hidden.device.type)
-
-    def score(part: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        logits = rule(_wide_logits(part, head))
-        mask = _mask(kept, start, end, logits.shape[1])
-        scales = 1.0 / temperatures[start:end]
-        return _reduce(logits, scales, mask, targets[start:end], entropy)[1:]
-
-    parts = [
-        checkpoint(score, hidden[start:end], start, end, use_reentrant=False)
-        for start, end in _ranges(len(hidden), chunk)
-    ]
-    empty = hidden.new_zeros(0, dtype=_wide(hidden.dtype))
-    logprobs = torch.cat([empty, *(p[0] for p in parts)])
-    return logprobs, torch.cat([empty, *(p[1] for p in parts)]) if entropy else None
