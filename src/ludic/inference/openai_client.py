@@ -26,13 +26,9 @@ from ludic.inference.templates.tool_parsers import MalformedCallError, read_json
 from ludic.types import ChatResponse, FinishReason, Message, TokenTrace, ToolCall
 
 _FINISH_REASONS = {
-    "stop": FinishReason.STOP,
-    "eos": FinishReason.STOP,
-    "tool_calls": FinishReason.STOP,
-    "function_call": FinishReason.STOP,
+    **dict.fromkeys(("stop", "eos", "tool_calls", "function_call"), FinishReason.STOP),
     "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-    "content_filter": FinishReason.ABORT,
+    **dict.fromkeys(("abort", "content_filter"), FinishReason.ABORT),
 }
 
 _POLICY = ("presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty")
