@@ -7,12 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludic.errors import (
-    ConfigError,
-    InferenceError,
-    PublishError,
-    RequestRejectedError,
-)
+from ludic.errors import ConfigError, InferenceError, PublishError, RequestRejectedError
 from ludic.inference.addresses import split_user, without_user
 from ludic.inference.client import TokenCompletionRequest, completion_room
 from ludic.inference.http import UnreachableError, ask

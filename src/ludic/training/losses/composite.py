@@ -113,9 +113,7 @@ Estimator = Literal["k2", "k3"]
 
 
 def kl_estimate(
-    logprobs: Float[Tensor, " tokens"],
-    reference: Float[Tensor, " tokens"],
-    estimator: Estimator,
+    logprobs: Float[Tensor, " tokens"], reference: Float[Tensor, " tokens"], estimator: Estimator
 ) -> Float[Tensor, " tokens"]:
     """k2 or k3 of each sampled token."""
     k1 = logprobs - reference

@@ -17,12 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ludic.plumbing.llama_layers import (
-    Projection,
-    attention_window,
-    norm_epsilon,
-    projection,
-)
+from ludic.plumbing.llama_layers import Projection, attention_window, norm_epsilon, projection
 from ludic.training.update.logprobs import triton_works
 
 _PARTS = 4
