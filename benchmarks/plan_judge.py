@@ -21,9 +21,8 @@ from benchmarks.plan_rows import SUMS, USUAL, Whole
 from ludic.errors import ConfigError
 from ludic.memory.shape import Adapter
 from ludic.plan.costs import Costs
-from ludic.plan.profile import Profile
+from ludic.plan.profile import Profile, shape_named
 from ludic.plan.search import Job, Split, setup_of
-from ludic.plan.shapes import shape_named
 from ludic.plan.simulation import simulate
 from ludic.runs.planning import Given
 from ludic.runs.planning import job_of as job_of_run

@@ -10,12 +10,10 @@ from benchmarks import plan_rows as seen
 from benchmarks.plan_own import Line, memory_of, solved
 from ludic.memory.shape import ModelShape
 from ludic.plan.costs import Costs
-from ludic.plan.profile import Profile, load_profile
+from ludic.plan.profile import Profile, load_profile, shape_named
 from ludic.plan.search import Job, Split, setup_of, try_split
-from ludic.plan.setup import Result, Setup
-from ludic.plan.shapes import shape_named
 from ludic.plan.simulation import simulate
-from ludic.plan.workload import Lengths, Workload
+from ludic.plan.workload import Lengths, Result, Setup, Workload
 
 _PARTS = 4
 """Into how many parts verl's asynchronous trainer takes a batch."""

@@ -12,12 +12,10 @@ from ludic.memory.plan import Engine, Plan
 from ludic.memory.shape import Adapter, ModelShape
 from ludic.memory.update import Training
 from ludic.plan.costs import Costs
-from ludic.plan.fitting import fit
-from ludic.plan.profile import Profile
+from ludic.plan.profile import Profile, fit
 from ludic.plan.search import Job, Split, setup_of, taken_bytes, trainer_plan
-from ludic.plan.setup import Result
 from ludic.plan.simulation import simulate
-from ludic.plan.workload import Lengths, Workload
+from ludic.plan.workload import Lengths, Result, Workload
 
 _SOURCE = "benchmarks/README.md"
 _EXACT = 0.003

@@ -9,10 +9,9 @@ from typing import Any
 from ludic.memory.plan import Engine, Plan
 from ludic.memory.update import Training
 from ludic.plan.costs import Costs
-from ludic.plan.profile import load_profile
+from ludic.plan.profile import load_profile, shape_named
 from ludic.plan.report import gpu_hours
 from ludic.plan.search import Job, Option, splits, try_split
-from ludic.plan.shapes import shape_named
 from ludic.plan.workload import Lengths, Workload
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ludic.memory.shape import Adapter, ModelShape
-from ludic.plan.shapes import shape_named
+from ludic.plan.profile import shape_named
 
 LORA = Adapter(16)
 SMOL = shape_named("SmolLM2-135M")

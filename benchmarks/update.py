@@ -175,7 +175,7 @@ def check(bench: Bench) -> None:
 
     model = bench.model()
     passes = bench.passes(model, bench.config(budget))
-    items = with_behavior(items, passes.score(lay_out(make_batch(items))))
+    items = with_behavior(items, passes.score(make_batch(items)))
     merged, unmerged = make_batch(items), one_row_per_turn(items)
     for name, batch in (("ludic", merged), ("ludic unmerged", unmerged)):
         optimizer = MasterAdamW(model.named_parameters(), passes.cfg)

@@ -82,7 +82,9 @@ BOXES = (
     Box("Agent", "prompt, call, parse", "src/ludic/agents/base_agent.py", COLUMNS[2], EPISODE),
     Box("ChatClient", "token ids in and out", "src/ludic/inference/client.py", COLUMNS[3], EPISODE),
     Box("Rollout", "one for each agent", "src/ludic/types.py", COLUMNS[0], UPDATE),
-    Box("CreditAssigner", "a weight for each turn", "src/ludic/saw/credit.py", COLUMNS[1], UPDATE),
+    Box(
+        "CreditAssigner", "a weight for each turn", "src/ludic/saw/building.py", COLUMNS[1], UPDATE
+    ),
     Box("SAWBatch", "state, action, weight", "src/ludic/saw/items.py", COLUMNS[2], UPDATE),
     Box("Trainer", "log-probs, loss, step", "src/ludic/training/trainer.py", COLUMNS[3], UPDATE),
     Box(

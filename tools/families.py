@@ -24,7 +24,6 @@ from ludic.saw.items import SAWBatch, SAWItem
 from ludic.training.algorithms.sft import make_sft
 from ludic.training.config import TrainerConfig
 from ludic.training.trainer import Trainer
-from ludic.training.update.passes import score_batch
 from tools.family_table import FamilyTable
 
 LENGTHS = (9, 21)
@@ -225,7 +224,7 @@ def tried(name: str) -> Verdict:
             )
         except ConfigError as exc:
             return Verdict("refused", str(exc))
-        found = score_batch(trainer.passes, batch)
+        found = trainer.passes.score(batch)
         gap = max(float(np.abs(a - b).max()) for a, b in zip(found, own, strict=True))
         if not gap < 5e-3:
             return Verdict("wrong", f"log-probs differ from the model's own by {gap:.3g}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ludic.inference import LocalChatClient
-from ludic.inference.local.sizes import engine_memory
+from ludic.inference.local.build import engine_memory
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.runs.profiling import host_gb_s
 from ludic.saw.items import SAWBatch

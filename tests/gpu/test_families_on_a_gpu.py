@@ -16,8 +16,8 @@ from torch import Tensor
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
 from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.local.build import engine_memory
 from ludic.inference.local.gpu.fused_layer import FusedLayer
-from ludic.inference.local.sizes import engine_memory
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.plumbing.llama_layers import FAMILIES as FUSED
 from ludic.types import ChatResponse

@@ -380,7 +380,7 @@ async def test_settings_that_the_interface_has_no_word_for_are_refused() -> None
             await client.complete_tokens(
                 TokenCompletionRequest("m", PROMPT, returns=ReturnSpec(kept_ids=True))
             )
-        with pytest.raises(RequestRejectedError, match="empty prompt"):
+        with pytest.raises(RequestRejectedError, match="prompt is empty"):
             await client.complete_tokens(TokenCompletionRequest("m", ()))
 
 

@@ -198,5 +198,5 @@ async def test_bad_input_is_named() -> None:
     client = ScriptedChatClient(lambda call: 5, TEMPLATE)  # type: ignore[arg-type,return-value]
     with pytest.raises(RequestRejectedError, match="returned int"):
         await client.complete_tokens(request())
-    with pytest.raises(RequestRejectedError, match="empty prompt"):
+    with pytest.raises(RequestRejectedError, match="prompt is empty"):
         await client.complete_tokens(TokenCompletionRequest("script", ()))

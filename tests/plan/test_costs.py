@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from ludic.memory.shape import Adapter
 from ludic.plan.costs import Costs
-from ludic.plan.fitting import fit
-from ludic.plan.profile import load_profile
-from ludic.plan.shapes import shape_named
+from ludic.plan.profile import fit, load_profile, shape_named
 
 FEW = settings(max_examples=30, deadline=None)
 H200 = load_profile("h200")

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.plan.profile import FIGURES, ORIGINS, load_profile, shipped
-from ludic.plan.shapes import shape_named
+from ludic.plan.profile import FIGURES, ORIGINS, load_profile, shape_named, shipped
 
 
 @pytest.mark.parametrize("name", shipped())

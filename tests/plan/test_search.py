@@ -14,7 +14,7 @@ from ludic.errors import ConfigError, OutOfMemoryError
 from ludic.memory.plan import GIB, Engine, Plan
 from ludic.memory.update import Training
 from ludic.plan.costs import Costs, passes_of
-from ludic.plan.profile import load_profile
+from ludic.plan.profile import load_profile, shape_named
 from ludic.plan.report import chosen, cluster_lines, explained, gpu_hours, table
 from ludic.plan.search import (
     Job,
@@ -28,7 +28,6 @@ from ludic.plan.search import (
     trainer_plan,
     try_split,
 )
-from ludic.plan.shapes import shape_named
 from ludic.plan.workload import Lengths, Workload
 
 FEW = settings(max_examples=15, deadline=None)

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.plan.setup import Setup
 from ludic.plan.simulation import simulate
-from ludic.plan.workload import Lengths, Workload
+from ludic.plan.workload import Lengths, Setup, Workload
 
 FEW = settings(max_examples=25, deadline=None)
 

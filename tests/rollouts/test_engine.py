@@ -23,7 +23,7 @@ from ludic.rollouts import (
     RolloutWriter,
     read_rollouts,
 )
-from ludic.saw.credit import CreditAssigner
+from ludic.saw.building import CreditAssigner
 from ludic.training.credit_assignment.returns import GroupNormalizedReturn
 from ludic.types import AgentStep, Rollout
 from tests.rollouts.worlds import (

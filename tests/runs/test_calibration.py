@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludic.errors import ConfigError, OutOfMemoryError
-from ludic.inference.local.sizes import engine_memory
+from ludic.inference.local.build import engine_memory
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.memory import GIB
 from ludic.runs import memory

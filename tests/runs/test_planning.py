@@ -10,8 +10,8 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.memory.plan import GIB
+from ludic.plan.profile import shape_named
 from ludic.plan.search import trainer_plan
-from ludic.plan.shapes import shape_named
 from ludic.rollouts.storage import RolloutWriter
 from ludic.runs.memory import plan_run
 from ludic.runs.planning import Given, job_of

@@ -17,7 +17,7 @@ from ludic.inference.scripted_client import ScriptedCall
 from ludic.inference.tiny import tiny_model
 from ludic.interaction import RunSpec, SingleAgentSyncProtocol
 from ludic.saw import batch_from_rollouts
-from ludic.saw.credit import CreditAssigner
+from ludic.saw.building import CreditAssigner
 from ludic.saw.filters import SampleFilter, drop_if
 from ludic.training import GroupNormalizedReturn, HybridNormalizedReturn, MonteCarloReturn
 from ludic.training.algorithms.reinforce import make_reinforce

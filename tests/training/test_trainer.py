@@ -36,7 +36,6 @@ from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.training.trainer import Trainer
 from ludic.training.types import LossBatch, LossStats, Stat, TokenLogProbs
-from ludic.training.update.passes import score_batch
 from tests.training.synthetic import (
     RecordingPublisher,
     SyntheticSource,
@@ -610,7 +609,7 @@ def test_every_trained_token_is_in_the_token_log_once(
     again = SyntheticSource()
     for number in (1, 2):
         batch = asyncio.run(again.next_batch())
-        scores = score_batch(trainer.passes, batch)
+        scores = trainer.passes.score(batch)
         mine = [f for f in found if f.update == number]
         assert [f.rollout_id for f in mine] == [i.rollout_id for i in batch.items]
         for record, item, logprobs in zip(mine, batch.items, scores, strict=True):

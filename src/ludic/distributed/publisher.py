@@ -28,7 +28,7 @@ from ludic.distributed.vllm.weights_payload import WeightsPayload
 from ludic.errors import ConfigError, LudicError, PublishError
 from ludic.inference.retries import within
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.servers import Replica
+from ludic.inference.vllm.rotation import Replica
 from ludic.sharding.weights import ModelWeights
 
 TRIES = 3

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from msgspec import field
 
-from ludic.errors import PublishError
+from ludic.errors import PublishError, RequestRejectedError
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.plumbing.records import Record
 from ludic.types import ChatResponse
@@ -89,6 +89,19 @@ async def check_version(client: ChatClient, published: int) -> None:
             f"version {published} was published to {client!r}, which says that it samples from "
             f"{version}: does its sync_weights take the version in?"
         )
+
+
+def completion_room(prompt: Sequence[int], limit: int | None, setting: str) -> int | None:
+    """How many tokens may follow `prompt` in a context of `limit`; None: nobody knows. Raises
+    `RequestRejectedError` for an empty prompt, and for one that fills what `setting` allows."""
+    if not prompt:
+        raise RequestRejectedError("the prompt is empty: give at least one token id")
+    if limit is not None and len(prompt) >= limit:
+        raise RequestRejectedError(
+            f"a prompt of {len(prompt)} tokens leaves no room for a completion within "
+            f"{setting}={limit}: shorten the prompt, or raise the limit"
+        )
+    return None if limit is None else limit - len(prompt)
 
 
 class Waiter(Protocol):

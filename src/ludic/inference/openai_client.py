@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ludic.errors import ConfigError, InferenceError, NotTrainableError, RequestRejectedError
 from ludic.inference.addresses import split_user, without_user
-from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.client import TokenCompletionRequest, completion_room
 from ludic.inference.http import Connections, UnreachableError, ask, excerpt
 from ludic.inference.retries import Backoff, within
 from ludic.inference.sampling import SamplingConfig
@@ -26,13 +26,9 @@ from ludic.inference.templates.tool_parsers import MalformedCallError, read_json
 from ludic.types import ChatResponse, FinishReason, Message, TokenTrace, ToolCall
 
 _FINISH_REASONS = {
-    "stop": FinishReason.STOP,
-    "eos": FinishReason.STOP,
-    "tool_calls": FinishReason.STOP,
-    "function_call": FinishReason.STOP,
+    **dict.fromkeys(("stop", "eos", "tool_calls", "function_call"), FinishReason.STOP),
     "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-    "content_filter": FinishReason.ABORT,
+    **dict.fromkeys(("abort", "content_filter"), FinishReason.ABORT),
 }
 
 _POLICY = ("presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty")
@@ -278,8 +274,7 @@ class OpenAIChatClient:
 
     def _completion_body(self, request: TokenCompletionRequest) -> dict[str, Any]:
         ids = request.prompt_token_ids
-        if not ids:
-            raise RequestRejectedError("an empty prompt: there is nothing to complete")
+        room = completion_room(ids, self.max_context_tokens, "max_context_tokens")
         if request.returns.kept_ids or request.returns.prompt_logprobs:
             raise RequestRejectedError(
                 "this client returns neither kept ids nor prompt log-probs: ask a LocalChatClient "
@@ -289,29 +284,18 @@ class OpenAIChatClient:
         prompt = list(ids) if template is None else template.codec.decode(ids)
         body: dict[str, Any] = {"model": request.model, "prompt": prompt}
         body |= sampling_body(request.sampling, self._dialect)
-        if "max_tokens" not in body:
-            body["max_tokens"] = self._room(len(ids))
+        # A server's own default may be as low as 16 tokens: never leave it to that.
+        if body.setdefault("max_tokens", room) is None:
+            raise RequestRejectedError(
+                "max_tokens is not set and the context length is unknown: set "
+                "SamplingConfig.max_tokens, or the client's max_context_tokens"
+            )
         if self._dialect == "vllm":
             body["return_token_ids"] = True
             if request.returns.logprobs:
                 body["logprobs"] = 1
         body |= request.extensions.get("extra_body_overrides", {})
         return body
-
-    def _room(self, prompt_tokens: int) -> int:
-        # A server's own default may be as low as 16 tokens: never leave it to that.
-        if self.max_context_tokens is None:
-            raise RequestRejectedError(
-                "max_tokens is not set and the context length is unknown: set "
-                "SamplingConfig.max_tokens, or the client's max_context_tokens"
-            )
-        room = self.max_context_tokens - prompt_tokens
-        if room < 1:
-            raise RequestRejectedError(
-                f"a prompt of {prompt_tokens} tokens leaves no room in a context of "
-                f"{self.max_context_tokens}"
-            )
-        return room
 
     async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float | None) -> Any:
         """The JSON answer, after as many attempts as are allowed and needed."""

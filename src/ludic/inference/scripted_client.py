@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ludic.errors import ConfigError, EngineClosedError, RequestRejectedError
-from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.client import TokenCompletionRequest, completion_room
 from ludic.inference.retries import within
 from ludic.inference.templates.hf import HFChatTemplate
 from ludic.inference.templates.token_codec import NOTHING
@@ -93,7 +93,7 @@ class ScriptedChatClient:
         """Answers one request, within its `timeout_s`."""
         if self._closed:
             raise EngineClosedError("this scripted client is closed")
-        self._check(request)
+        completion_room(request.prompt_token_ids, self.max_context_tokens, "max_context_tokens")
         call = ScriptedCall(request, self._count(request.conversation_id), self._decode)
         async with within(request.timeout_s, "a completion", "the script"):
             if self._latency_s:
@@ -136,16 +136,6 @@ class ScriptedChatClient:
         if len(self._calls_of) > _REMEMBERED_CONVERSATIONS:
             self._calls_of.popitem(last=False)
         return index
-
-    def _check(self, request: TokenCompletionRequest) -> None:
-        if not request.prompt_token_ids:
-            raise RequestRejectedError("an empty prompt: there is nothing to complete")
-        limit = self.max_context_tokens
-        if limit is not None and len(request.prompt_token_ids) >= limit:
-            raise RequestRejectedError(
-                f"a prompt of {len(request.prompt_token_ids)} tokens leaves no room in a context "
-                f"of {limit}"
-            )
 
     def _next_text(self, call: ScriptedCall) -> str | Awaitable[str]:
         if callable(self._script):

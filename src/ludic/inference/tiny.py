@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from ludic.errors import ConfigError
@@ -13,38 +14,7 @@ if TYPE_CHECKING:
 TINY_VOCAB_SIZE = 258
 """The 256 bytes and the two ChatML tokens: the vocabulary of `tiny_tokenizer()`."""
 
-CHATML_TEMPLATE = """\
-{%- set ns = namespace(system='') -%}
-{%- if messages and messages[0]['role'] == 'system' -%}
-  {%- set ns.system = messages[0]['content'] -%}
-{%- endif -%}
-{%- if tools -%}
-  {{- '<|im_start|>system\\n' -}}
-  {%- if ns.system %}{{ ns.system + '\\n\\n' }}{% endif -%}
-  {{- 'Tools, one JSON schema a line:\\n<tools>' -}}
-  {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor -%}
-  {{- '\\n</tools>\\nTo call one, write '
-      '<tool_call>{"name": ..., "arguments": {...}}</tool_call>.<|im_end|>\\n' -}}
-{%- elif messages and messages[0]['role'] == 'system' -%}
-  {{- '<|im_start|>system\\n' + ns.system + '<|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-  {%- if message['role'] == 'system' and loop.first -%}
-  {%- elif message['role'] == 'tool' -%}
-    {{- '<|im_start|>tool\\n' + message['content'] + '<|im_end|>\\n' -}}
-  {%- else -%}
-    {{- '<|im_start|>' + message['role'] + '\\n' -}}
-    {%- if message['content'] is string %}{{ message['content'] }}{% endif -%}
-    {%- for call in message['tool_calls'] or [] -%}
-      {%- set function = call['function'] or call -%}
-      {{- '<tool_call>' + ({'name': function['name'], 'arguments': function['arguments']}
-          | tojson) + '</tool_call>' -}}
-    {%- endfor -%}
-    {{- '<|im_end|>\\n' -}}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
-"""
+CHATML_TEMPLATE = (files("ludic.inference") / "chatml.jinja").read_text(encoding="utf-8")
 
 
 def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:

@@ -22,6 +22,16 @@ _BYTES_PER_LOGIT = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Engine:
+    """The engine in the trainer's process. With `mixed` it has a rounded copy of the weights."""
+
+    slots: int
+    context: int
+    deterministic: bool = False
+    prefix_cache_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineMemory:
     """In bytes: the slots, the prefix cache when it is full, and what a step needs at most.
 
@@ -37,23 +47,13 @@ class EngineMemory:
         return self.slots + self.prefix_cache + self.step
 
 
-def engine_bytes(
-    shape: ModelShape,
-    *,
-    slots: int,
-    context: int,
-    item: int,
-    device: str = "cuda",
-    deterministic: bool = False,
-    prefix_cache_tokens: int | None = None,
-) -> EngineMemory:
+def engine_bytes(shape: ModelShape, engine: Engine, *, item: int, device: str) -> EngineMemory:
     """What an engine takes with numbers of `item` bytes on a kind of device ("cpu" or "cuda")."""
-    per_token = shape.kv_numbers * item
-    if prefix_cache_tokens is None:
-        prefix_cache_tokens = cache_tokens(per_token, device)
+    per_token, cached = shape.kv_numbers * item, engine.prefix_cache_tokens
+    slots, context = engine.slots, engine.context
     return EngineMemory(
-        slot_tokens(slots, context, single_length=not deterministic) * per_token,
-        prefix_cache_tokens * per_token,
+        slot_tokens(slots, context, single_length=not engine.deterministic) * per_token,
+        (cache_tokens(per_token, device) if cached is None else cached) * per_token,
         _step_bytes(shape, slots, context, item),
     )
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import accumulate
 
+from ludic.memory.engine import Engine as Engine
 from ludic.memory.engine import EngineMemory, engine_bytes, grown_tokens
 from ludic.memory.shape import Adapter, ModelShape
 from ludic.memory.update import Training, pass_bytes, state_bytes
@@ -23,16 +22,6 @@ _SATURATED = 3e13
 """Parameters times tokens, from which on a larger pass is no quicker for each of its tokens."""
 MOST_TOKENS = 131_072
 _ROUND = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """The engine in the trainer's process. With `mixed` it has a rounded copy of the weights."""
-
-    slots: int
-    context: int
-    deterministic: bool = False
-    prefix_cache_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +54,8 @@ class Plan:
         return dict(zip(names, sizes, strict=True))
 
     def engine_memory(self, engine: Engine) -> EngineMemory:
-        return engine_bytes(
-            self.shape,
-            slots=engine.slots,
-            context=engine.context,
-            item=self.training.item,
-            device=self.training.device,
-            deterministic=engine.deterministic,
-            prefix_cache_tokens=engine.prefix_cache_tokens,
-        )
+        how = self.training
+        return engine_bytes(self.shape, engine, item=how.item, device=how.device)
 
     @property
     def total(self) -> int:
@@ -161,14 +143,13 @@ def remedies(plan: Plan, free: int, longest: int) -> list[str]:
     changes = list(_changes(plan, longest))
     alone = [name for name, changed in _numbered(plan, free, longest) if changed.fits(free)]
     alone += [name for name, change in changes if change(plan).fits(free)]
-    if not alone:
-        together = accumulate(changes, lambda a, b: (f"{a[0]}, {b[0]}", partial(_both, a[1], b[1])))
-        alone = [name for name, change in together if change(plan).fits(free)][:1]
+    changed = plan
+    for number, (_, change) in enumerate([] if alone else changes, start=1):
+        changed = change(changed)
+        if changed.fits(free):
+            alone.append(", ".join(name for name, _ in changes[:number]))
+            break
     return alone + list(_ranks(plan, free))
-
-
-def _both(first: Callable[[Plan], Plan], second: Callable[[Plan], Plan], plan: Plan) -> Plan:
-    return second(first(plan))
 
 
 def _changes(plan: Plan, longest: int) -> Iterator[tuple[str, Callable[[Plan], Plan]]]:

@@ -1,15 +1,20 @@
-"""The constants of a machine, and where each comes from."""
+"""The constants of a machine, where each comes from, and how they follow from measurements; and the
+sizes of a few published models, so that a plan needs no download."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from ludic.errors import ConfigError
+from ludic.memory.shape import ModelShape
 
 ORIGINS = ("measured", "measured on another machine", "data sheet", "assumed")
 _SHIPPED = files("ludic.plan") / "profiles"
@@ -94,14 +99,8 @@ class Profile:
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
-        figures = {
-            name: {"value": f.value, "origin": f.origin, "source": f.source}
-            for name, f in self.figures.items()
-        }
-        return {
-            **{"name": self.name, "machine": self.machine, "date": self.date},
-            **{"versions": dict(self.versions), "figures": figures},
-        }
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.plain(), indent=1) + "\n", encoding="utf-8")
@@ -127,17 +126,11 @@ def load_profile(name: str | Path) -> Profile:
 
 def _read(facts: Any, name: str) -> Profile:
     try:
-        figures = {
-            key: Figure(float(f["value"]), f["origin"], f.get("source", ""))
-            for key, f in facts["figures"].items()
-        }
-        profile = Profile(
-            *(facts["name"], facts["machine"], facts["date"], facts["versions"], figures)
-        )
-        if like := facts.get("like"):
-            profile = scaled(load_profile(like), profile)
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise ConfigError(f"the profile {name} cannot be read: {exc!r} is missing or odd") from exc
+        profile = msgspec.convert(facts, Profile)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"the profile {name} cannot be read: {exc}") from exc
+    if like := facts.get("like"):
+        profile = scaled(load_profile(like), profile)
     missing = [key for key in FIGURES if key not in profile.figures]
     wrong = [key for key, f in profile.figures.items() if not 0 <= f.value < float("inf")]
     if missing or wrong:
@@ -162,3 +155,53 @@ def scaled(measured: Profile, sheet: Profile) -> Profile:
         if figure.origin == "measured":
             figures[name] = Figure(figure.value, "measured on another machine", measured.name)
     return replace(sheet, figures={**figures, **sheet.figures})
+
+
+Measured = tuple[Mapping[str, float], float]
+"""What a time depends on, by the names of figures, and the seconds."""
+_ROUNDS = 20_000
+
+
+def fit(rows: Sequence[Measured], given: Mapping[str, float] | None = None) -> dict[str, float]:
+    """The constants of `rows`, beside those that are `given`. By coordinate descent, so that a
+    constant which the rows do not tell stays 0."""
+    given = given or {}
+    names = sorted({name for features, _ in rows for name in features} - set(given))
+    sizes = np.array(
+        [[features.get(n, 0.0) / seconds for n in names] for features, seconds in rows]
+    )
+    known = [sum(given.get(n, 0.0) * f for n, f in features.items()) for features, _ in rows]
+    goal = np.array([1 - part / seconds for part, (_, seconds) in zip(known, rows, strict=True)])
+    scale = np.sqrt((sizes**2).sum(axis=0))
+    scale[scale == 0] = 1.0
+    columns = sizes / scale
+    found = np.zeros(len(names))
+    rest = goal.copy()
+    for _ in range(_ROUNDS):
+        moved = 0.0
+        for index in range(len(names)):
+            column = columns[:, index]
+            better = max(found[index] + float(column @ rest), 0.0)
+            rest -= (better - found[index]) * column
+            moved = max(moved, abs(better - found[index]))
+            found[index] = better
+        if moved < 1e-10:
+            break
+    return {name: float(value) for name, value in zip(names, found / scale, strict=True)}
+
+
+_FACTS = json.loads((files("ludic.plan") / "shapes.json").read_text(encoding="utf-8"))
+
+
+def shape_named(model: str) -> ModelShape:
+    """The sizes of a model by its name, with or without an owner and a suffix (`-Instruct`)."""
+    plain = model.rpartition("/")[2].lower().replace("-coder", "").replace("-math", "")
+    for name in sorted(_FACTS, key=len, reverse=True):
+        if plain == name.lower() or plain.startswith(name.lower() + "-"):
+            shape = ModelShape.of(_FACTS[name])
+            assert shape is not None
+            return shape
+    raise ConfigError(
+        f"the sizes of {model!r} are not here: download its config.json, or give one of "
+        f"{', '.join(sorted(_FACTS))} as --shape"
+    )

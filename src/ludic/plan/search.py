@@ -11,9 +11,8 @@ from ludic.errors import OutOfMemoryError
 from ludic.inference.vllm.memory import server_need
 from ludic.memory.plan import GIB, Plan, settled
 from ludic.plan.costs import Costs, passes_of
-from ludic.plan.setup import Result, Setup
 from ludic.plan.simulation import simulate
-from ludic.plan.workload import Workload
+from ludic.plan.workload import Result, Setup, Workload
 
 Mode = Literal["sync", "ahead", "async"]
 Goal = Literal["tokens_per_s", "updates", "cost"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.plan.setup import Result, Setup
+from ludic.plan.workload import Result, Setup
 from ludic.seeding import derive_seed
 
 _SAME = 1e-6

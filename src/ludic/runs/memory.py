@@ -269,7 +269,7 @@ def sampling_bytes(config: RunConfig, model: nn.Module, device: torch.device | N
         if stated is None and need is not None:
             return need.wanted
         return int((0.5 if stated is None else stated) * total)
-    from ludic.inference.local.sizes import engine_memory
+    from ludic.inference.local.build import engine_memory
 
     engine = engine_memory(
         model,

@@ -18,9 +18,8 @@ from ludic.errors import ConfigError, LudicError
 from ludic.memory.plan import GIB
 from ludic.memory.shape import ModelShape
 from ludic.plan.costs import Costs
-from ludic.plan.profile import load_profile
+from ludic.plan.profile import load_profile, shape_named
 from ludic.plan.search import Job, Mode
-from ludic.plan.shapes import shape_named
 from ludic.plan.workload import Lengths, Workload
 from ludic.registry import ENVS
 from ludic.rollouts.storage import read_rollouts

@@ -19,8 +19,7 @@ from ludic.inference.sampling import SamplingConfig
 from ludic.memory.plan import GIB
 from ludic.memory.shape import Adapter
 from ludic.plan.costs import Costs
-from ludic.plan.fitting import Measured, fit
-from ludic.plan.profile import Profile, load_profile
+from ludic.plan.profile import Measured, Profile, fit, load_profile
 from ludic.plumbing.model_parts import base_causal_lm, vocabulary_size
 from ludic.runs.locate import locate
 from ludic.runs.machine import installed

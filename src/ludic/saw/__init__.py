@@ -4,7 +4,10 @@ from ludic.saw.batch import count_items as count_items
 from ludic.saw.batch import drop_overlong_episodes as drop_overlong_episodes
 from ludic.saw.batch import make_batch as make_batch
 from ludic.saw.building import Algorithm as Algorithm
+from ludic.saw.building import ComparesGroups as ComparesGroups
+from ludic.saw.building import CreditAssigner as CreditAssigner
 from ludic.saw.building import LostMember as LostMember
+from ludic.saw.building import WatchesDrift as WatchesDrift
 from ludic.saw.building import batch_from_rollouts as batch_from_rollouts
 from ludic.saw.building import build_items as build_items
 from ludic.saw.building import group_by_role as group_by_role
@@ -13,9 +16,6 @@ from ludic.saw.codec import batch_from_dict as batch_from_dict
 from ludic.saw.codec import batch_to_dict as batch_to_dict
 from ludic.saw.codec import item_from_dict as item_from_dict
 from ludic.saw.codec import item_to_dict as item_to_dict
-from ludic.saw.credit import ComparesGroups as ComparesGroups
-from ludic.saw.credit import CreditAssigner as CreditAssigner
-from ludic.saw.credit import WatchesDrift as WatchesDrift
 from ludic.saw.filters import Sample as Sample
 from ludic.saw.filters import SampleFilter as SampleFilter
 from ludic.saw.filters import combine as combine

@@ -1,4 +1,5 @@
-"""From rollouts and credit to a batch of training sequences, the same way for every source.
+"""From rollouts and credit to a batch of training sequences, the same way for every source; and the
+contract of credit: how much each turn of each rollout is worth.
 
 A *row* is one sequence of tokens. A model call joins a row if its prompt begins with all the tokens
 of that row, including the sampled ones; the tokens in between (tool results, observations) are
@@ -12,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,6 @@ from numpy.typing import NDArray
 from ludic.errors import CreditError, NotTrainableError
 from ludic.plumbing.records import Numbers
 from ludic.saw.batch import make_batch
-from ludic.saw.credit import CreditAssigner
 from ludic.saw.filters import Sample, SampleFilter
 from ludic.saw.items import UNKNOWN_VERSION, SampleAttachments, SAWBatch, SAWItem, TurnSpan
 from ludic.saw.statistics import item_statistics, rollout_statistics
@@ -28,6 +28,44 @@ from ludic.saw.trainable import check_sampling, is_plain
 from ludic.types import AgentStep, Rollout, RolloutStepKey, TokenTrace
 
 N = TypeVar("N", np.int64, np.float32)
+
+
+class CreditAssigner(Protocol):
+    """Gives every turn of every rollout its weight.
+
+    One that remembers earlier batches is also `Stateful`; its `compute` is called once per batch.
+    """
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Mapping[RolloutStepKey, float]: ...
+
+
+@runtime_checkable
+class ComparesGroups(Protocol):
+    """Credit that compares the `group_size` rollouts of a group with each other."""
+
+    @property
+    def group_size(self) -> int: ...
+
+
+@runtime_checkable
+class AllowsPartialGroups(Protocol):
+    """Credit that can also compare what is left of a group which lost a member."""
+
+    def with_partial_groups(self) -> CreditAssigner:
+        """Returns this credit for groups of at most `group_size`."""
+
+
+@runtime_checkable
+class WatchesDrift(Protocol):
+    """Credit that forgets as the policy moves.
+
+    While `watches_drift` is true, the trainer measures every update and reports its KL per token.
+    """
+
+    @property
+    def watches_drift(self) -> bool: ...
+
+    def observe_drift(self, kl: float) -> None: ...
 
 
 class Algorithm(Protocol):

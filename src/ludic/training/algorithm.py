@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.plumbing.given import remembered as remembered
-from ludic.saw.credit import AllowsPartialGroups, ComparesGroups, CreditAssigner, WatchesDrift
+from ludic.saw.building import AllowsPartialGroups, ComparesGroups, CreditAssigner, WatchesDrift
 from ludic.saw.items import SAWBatch
 from ludic.training.preprocess import PreprocessFn, chain, preprocess_of
 

@@ -119,6 +119,8 @@ class TrainerConfig:
             "schedule": get_args(Schedule),
             "attention": get_args(AttentionKind),
             "head_kernels": get_args(HeadKernels),
+            "precision": (None, *get_args(Precision)),
+            "optimizer_device": (None, *get_args(OptimizerDevice)),
         }
         chosen = (
             (getattr(self, name) in allowed, name, f"one of {allowed}")
@@ -132,12 +134,6 @@ class TrainerConfig:
             (self.weight_decay >= 0, "weight_decay", ">= 0"),
             (self.max_grad_norm is None or self.max_grad_norm > 0, "max_grad_norm", "> 0 or None"),
             *chosen,
-            (
-                self.precision in (None, *get_args(Precision)),
-                "precision",
-                f"one of {get_args(Precision)} or None",
-            ),
-            (self.optimizer_device in (None, "cpu"), "optimizer_device", '"cpu" or None'),
             (self.warmup_steps >= 0, "warmup_steps", ">= 0"),
             (0 <= self.final_lr_ratio <= 1, "final_lr_ratio", "in [0, 1]"),
             (self.max_seq_len >= 2, "max_seq_len", ">= 2"),

@@ -49,10 +49,10 @@ from ludic.training.update.budget import filled_in
 from ludic.training.update.checks import check_packing, check_split
 from ludic.training.update.host_optimizer import make_optimizer
 from ludic.training.update.optimizer import clipped
-from ludic.training.update.passes import Passes, mini_batches, score_batch
+from ludic.training.update.passes import Passes, mini_batches
 from ludic.training.update.planning import attention_cost
 from ludic.training.update.policy import Policy
-from ludic.training.update.scores import ScoreRecord, mean_kl, pick
+from ludic.training.update.scores import ScoreRecord, mean_kl
 from ludic.workers.deadlines import bounded
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class Trainer:
         parts = await self._run(mini_batches, batch, self.cfg, step=self.step)
         several, watched = len(parts) > 1, self.algo.watches_drift
         self._moved = False
-        before = await self._fit(score_batch, self.passes, batch) if several or watched else None
+        before = await self._fit(self.passes.score, batch) if several or watched else None
         stats, stepped = StatBuffer(), False
         lines, skipped, work = list[Metrics](), list[Metrics](), list[Workload]()
         rate = learning_rate(self.cfg, self.step)
@@ -250,7 +250,7 @@ class Trainer:
                 self.optimizer,
                 stats,
                 version=self.version,
-                proximal=pick(before, part.members) if several else None,
+                proximal=[before[i] for i in part.members] if before and several else None,
                 # Of the first epoch only: later ones repeat the same tokens.
                 keep=(scores, part.members)
                 if scores and number * self.cfg.epochs < len(parts)
@@ -280,7 +280,7 @@ class Trainer:
         metrics = over_steps(lines or skipped)
         if stepped and watched and before is not None:
             # Not earlier: a batch sampled ahead belongs to the policy from before this update.
-            after = await self._run(score_batch, self.passes, batch)
+            after = await self._run(self.passes.score, batch)
             metrics["train/update_kl"] = mean_kl(before, after)
             self._observe_drift(metrics["train/update_kl"])
         self.step, self._taken = self.step + 1, self._taken + 1
@@ -396,14 +396,12 @@ class Trainer:
     async def _evaluate(self) -> None:
         if self.evaluate and self.cfg.eval_every and self.step % self.cfg.eval_every == 0:
             await self._for_all(self._published())
-            results = dict(await self._figures(self.evaluate)) if self.world.leads else {}
+            results: Mapping[str, float] = {}
+            if self.world.leads:
+                by = self.evaluate
+                results = await by(self.step) if callable(by) else (await by.evaluate()).metrics()
             self.log.write({"eval/step": float(self.step), **results}, step=self.step)
             await self._run(self.world.barrier)
-
-    async def _figures(self, evaluate: Evaluate | Evaluates) -> Mapping[str, float]:
-        if callable(evaluate):
-            return await evaluate(self.step)
-        return (await evaluate.evaluate()).metrics()
 
     def _states(self) -> dict[str, Any]:
         return {name: dict(part.state_dict()) for name, part in self._stateful.items()}

@@ -1,6 +1,6 @@
 """The contracts of training: losses and batch sources.
 
-The contract of credit is in `ludic.saw.credit`, that of algorithms in `ludic.training.algorithm`,
+The contract of credit is in `ludic.saw.building`, that of algorithms in `ludic.training.algorithm`,
 that of publishers in `ludic.distributed.interfaces`.
 """
 
@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ludic.saw.credit import CreditAssigner as CreditAssigner
+from ludic.saw.building import CreditAssigner as CreditAssigner
 from ludic.saw.items import BatchCounts
 from ludic.training.algorithm import Stateful as Stateful
 from ludic.training.batching.source import BatchSource as BatchSource

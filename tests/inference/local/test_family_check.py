@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ludic.errors import ConfigError
 from ludic.inference.local import LocalChatClient
 from ludic.inference.local.attention import Masks, register
+from ludic.inference.local.build import kv_shape
 from ludic.inference.local.family_check import check_same_logits, text_ids
-from ludic.inference.local.sizes import kv_shape
 from ludic.inference.local.view import Forward, module_view
 from ludic.inference.tiny import tiny_model
 from tests.inference.local.asking import MODES, ask_all, plain_logprobs, request

@@ -14,7 +14,7 @@ from ludic.distributed.publisher import PublishSettings
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.servers import Replica
+from ludic.inference.vllm.rotation import Replica
 from ludic.types import ChatResponse, TokenTrace
 
 PROMPT = tuple(range(60, 80))

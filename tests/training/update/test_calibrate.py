@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +15,6 @@ from ludic.training.config import TrainerConfig
 from ludic.training.update.calibrate import (
     ROUND,
     calibrate,
-    foretold,
     largest_that_fits,
     synthetic_batch,
     trainer_limit,
@@ -28,7 +24,6 @@ from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost
 from ludic.training.update.policy import Policy
-from tests.forked import run_ranks
 
 
 @given(
@@ -68,11 +63,11 @@ def test_without_a_gpu_the_user_is_told_to_choose() -> None:
         calibrate(tiny_model(), ReinforceLoss())
 
 
-def test_a_synthetic_batch_fills_the_budget_of_every_rank() -> None:
-    batch = synthetic_batch(1000, 300, 0.25, 50, ranks=2)
-    assert sum(len(i.input_ids) for i in batch.items) == 2000
+def test_a_synthetic_batch_fills_the_budget() -> None:
+    batch = synthetic_batch(1000, 300, 0.25, 50)
+    assert sum(len(i.input_ids) for i in batch.items) == 1000
     assert max(len(i.input_ids) for i in batch.items) == 300
-    assert batch.counts.tokens == 500
+    assert batch.counts.tokens == 250
 
 
 def test_what_others_take_is_not_the_trainers() -> None:
@@ -103,15 +98,3 @@ def test_a_step_that_runs_out_of_memory_is_a_try_that_does_not_fit(
     assert not optimizer.gradients()
     assert update_fits(passes, batch, optimizer)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-
-
-@pytest.mark.timeout(180)
-def test_ranks_that_see_other_peaks_find_the_same_budget() -> None:
-    printed = run_ranks(Path(__file__).with_name("calibrating_rank.py"), timeout_s=150)
-    first, second = (json.loads(line) for line in printed.splitlines())
-    assert first == second
-    assert first["budget"] == 20_224  # rank 1's memory ends there
-
-
-def test_the_memory_of_a_try_is_foretold_by_those_before() -> None:
-    assert foretold({1000: 50, 3000: 150, 2000: 100}, 10_000) == 500

@@ -16,6 +16,7 @@ from ludic.training.update import fused_layers
 from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.policy import Policy
 from tests.training.synthetic import VOCAB, synthetic_batch
+from tests.training.update import plain_kernels
 from tools.families import SMALL
 from tools.families import tiny as tiny_family
 
@@ -80,6 +81,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return call(self, *args, **kwargs)
 
     monkeypatch.setattr(fused_layers, "_suits", lambda x: True)
+    monkeypatch.setattr(fused_layers, "_kernels", lambda: plain_kernels)
     monkeypatch.setattr(fused_layers._Parts, "__call__", counted)
     return taken
 

@@ -18,12 +18,12 @@ ROWS, VOCAB = 5, 37
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     import triton
 
-    from ludic.training.update import head_kernels
+    from ludic.training.update import kernels
 
     if not triton.knobs.runtime.interpret:
         pytest.skip("these tests are for Triton's interpreter; `tests/gpu` has those for a GPU")
-    monkeypatch.setattr(head_kernels, "_BLOCK", request.param)
-    return head_kernels
+    monkeypatch.setattr(kernels, "_LOGITS_BLOCK", request.param)
+    return kernels
 
 
 def inputs(masked: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ludic.training.update.fused_layers import _PlainTorch as plain
+from tests.training.update import plain_kernels as plain
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or `make setup`")
 
@@ -18,13 +18,13 @@ ROWS = 7
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     import triton
 
-    from ludic.training.update import layer_kernels
+    from ludic.training.update import kernels
 
     if not triton.knobs.runtime.interpret:
         pytest.skip("these tests are for Triton's interpreter; `tests/gpu` has those for a GPU")
-    monkeypatch.setattr(layer_kernels, "_BLOCK", 16)
-    monkeypatch.setattr(layer_kernels, "_NORM_PROGRAMS", 3)
-    return layer_kernels
+    monkeypatch.setattr(kernels, "_BLOCK", 16)
+    monkeypatch.setattr(kernels, "_NORM_PROGRAMS", 3)
+    return kernels
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

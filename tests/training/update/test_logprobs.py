@@ -194,12 +194,12 @@ class OnAGPU:
 
 
 def test_the_settings_say_what_works_on_logits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ludic.training.update import head_kernels, logprobs
+    from ludic.training.update import kernels, logprobs
 
-    def chosen(scales: Any, kernels: Any) -> Any:
-        return logprobs._kernel(logprobs._reduce, scales, kernels)
+    def chosen(scales: Any, how: Any) -> Any:
+        return logprobs._kernel(logprobs._reduce, scales, how)
 
-    plain, triton = logprobs._reduce, head_kernels.reduce
+    plain, triton = logprobs._reduce, kernels.reduce
     gpu, compiled = OnAGPU(), logprobs._fused(logprobs._reduce)
     assert chosen(gpu, "eager") is plain
     assert chosen(gpu, "compiled") is compiled
@@ -207,27 +207,27 @@ def test_the_settings_say_what_works_on_logits_on_a_gpu(monkeypatch: pytest.Monk
     for works, expected in ((True, triton), (False, plain)):
         monkeypatch.setattr(logprobs, "triton_works", lambda device, works=works: works)
         assert chosen(gpu, "auto") is expected
-    for kernels in ("auto", "triton", "compiled"):
-        assert chosen(torch.ones(1), kernels) is plain
+    for how in ("auto", "triton", "compiled"):
+        assert chosen(torch.ones(1), how) is plain
         wide = OnAGPU()
         wide.dtype = torch.float64
-        assert chosen(wide, kernels) is plain
+        assert chosen(wide, how) is plain
 
 
 def test_where_a_kernel_cannot_be_compiled_plain_torch_is_used_with_a_word(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from ludic.training.update import head_kernels, logprobs
+    from ludic.training.update import kernels, logprobs
 
     works = logprobs.triton_works.__wrapped__
-    monkeypatch.setattr(head_kernels, "reduce", lambda *args: None)
+    monkeypatch.setattr(kernels, "reduce", lambda *args: None)
     assert works(torch.device("cpu"))
     assert caplog.messages == []
 
     def no_compiler(*args: object) -> None:
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(head_kernels, "reduce", no_compiler)
+    monkeypatch.setattr(kernels, "reduce", no_compiler)
     assert not works(torch.device("cpu"))
     assert "Failed to find C compiler" in caplog.text
 

@@ -99,10 +99,10 @@ def test_a_rank_without_work_repeats_the_least_there_is() -> None:
 
 
 def test_the_scores_of_the_ranks_add_up_to_those_of_one() -> None:
-    layout = lay_out(synthetic_batch(6, 7))
-    alone = passes().score(layout)
-    assert [len(scores) for scores in alone] == [p.actions.size for p in layout.packed]
-    ranks = [passes(rank, 2).score(layout) for rank in (0, 1)]
+    batch = synthetic_batch(6, 7)
+    alone = passes().score(batch)
+    assert [len(scores) for scores in alone] == [p.actions.size for p in lay_out(batch).packed]
+    ranks = [passes(rank, 2).score(batch) for rank in (0, 1)]
     for whole, first, second in zip(alone, *ranks, strict=True):
         assert not (first.any() and second.any())
         np.testing.assert_allclose(first + second, whole, rtol=1e-5)

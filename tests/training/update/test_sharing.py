@@ -279,10 +279,10 @@ def passes(budget: int, model: nn.Module | None = None) -> Passes:
 def test_the_trainers_passes_share_and_scores_are_the_same() -> None:
     batch = groups(6, (4, 4))
     layout, ours = lay_out(batch), passes(64, tiny_model().double())
-    shared = ours.score(layout)
+    shared = ours.score(batch)
     plan = ours.plan(layout)[0]
     ours.policy.sharing = False
-    whole = ours.score(layout)
+    whole = ours.score(batch)
     assert len(plan) < len(ours.plan(layout)[0])
     for a, b in zip(shared, whole, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)

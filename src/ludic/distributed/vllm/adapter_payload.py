@@ -39,7 +39,7 @@ from ludic.inference.retries import within
 from ludic.inference.sampling import SamplingConfig
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.flags import ADAPTER_LIMITS, ADAPTER_RECEIPT
-from ludic.inference.vllm.servers import Replica, Serving
+from ludic.inference.vllm.rotation import Replica, Serving
 from ludic.sharding.weights import ModelWeights
 from ludic.types import TokenTrace
 

@@ -20,7 +20,7 @@ from ludic.distributed.vllm.canary import Canary
 from ludic.errors import DeadlineError, InferenceError, LudicError, PublishError
 from ludic.inference.http import UnreachableError
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.servers import Replica
+from ludic.inference.vllm.rotation import Replica
 
 T = TypeVar("T")
 

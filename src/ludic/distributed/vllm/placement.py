@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from ludic.inference.vllm.client import VLLMChatClient
-    from ludic.inference.vllm.servers import Replica
+    from ludic.inference.vllm.rotation import Replica
 
 PlaneName = Literal["auto", "shared_memory", "ipc", "nccl", "gloo", "http"]
 ChosenPlane = Literal["shared_memory", "ipc", "nccl", "gloo", "http"]

@@ -6,10 +6,10 @@ A request's way through it, which is also an order to read the files in:
 - `engine_thread`: the thread that computes, and how it stands still while weights change.
 - `scheduler`, `sequence`, `arena`, `prefix_store`: who is computed next, and where keys and values
   lie. `eager` and `gpu/` compute the steps, each in its way; neither knows the other.
-- `view`, `attention`, `slot_layout`: the trainer's module as the engine calls it; `copies`: the one
-  that stands for it in mixed precision.
+- `view`, `attention`: the trainer's module as the engine calls it; `copies`: the one that stands
+  for it in mixed precision.
 - `sampler`: from logits to tokens.
-- `build`, `sizes`, `row_sizes`, `family_check`: put an engine together and check that it is right.
+- `build`, `row_sizes`, `family_check`: put an engine together and check that it is right.
 """
 
 from ludic.inference.local.client import LocalChatClient as LocalChatClient

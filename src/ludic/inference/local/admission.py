@@ -9,7 +9,7 @@ from collections import deque
 import numpy as np
 
 from ludic.errors import RequestRejectedError
-from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.client import TokenCompletionRequest, completion_room
 from ludic.inference.local.prefix_store import PACKED, key_of_ids
 from ludic.types import are_ids
 
@@ -21,14 +21,7 @@ def checked_request(
     `RequestRejectedError` for what cannot be served by a model with so many ids and so long a
     context."""
     ids, sampling = request.prompt_token_ids, request.sampling
-    if not ids:
-        raise RequestRejectedError("the prompt is empty: give at least one token id")
-    room = context - len(ids)
-    if room < 1:
-        raise RequestRejectedError(
-            f"a prompt of {len(ids)} tokens leaves no room for a completion within "
-            f"max_context_tokens={context}: shorten the prompt, or raise the limit"
-        )
+    completion_room(ids, context, "max_context_tokens")
     if sampling.stop_token_ids and (bad := [t for t in sampling.stop_token_ids if t >= vocab]):
         raise RequestRejectedError(f"stop_token_ids {bad} are outside of the vocabulary")
     if request.timeout_s is not None and not request.timeout_s > 0:
@@ -47,6 +40,7 @@ def checked_request(
             else f"is of type {type(token).__name__}: give plain ints, such as .tolist() makes"
         )
         raise RequestRejectedError(f"prompt_token_ids[{i}] = {token!r} {why}")
+    room = context - len(ids)
     return room if sampling.max_tokens is None else min(room, sampling.max_tokens), key
 
 

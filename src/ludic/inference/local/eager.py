@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ludic.inference.local.attention import SlotLayout
 from ludic.inference.local.sampler import draw, draw_outcomes
 from ludic.inference.local.scheduler import Outcome, Scheduler, Work, chunks
 from ludic.inference.local.sequence import Sequence
-from ludic.inference.local.slot_layout import SlotLayout
 from ludic.inference.local.view import Forward
 from ludic.seeding import keyed_uniform
 

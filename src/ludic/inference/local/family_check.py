@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.inference.local.arena import KVShape, SlotMemory
-from ludic.inference.local.attention import AttentionCall
+from ludic.inference.local.attention import AttentionCall, SlotLayout
 from ludic.inference.local.copies import WIDER, reference_logits, shared_copy
-from ludic.inference.local.slot_layout import SlotLayout
 from ludic.inference.local.view import Forward
 
 _NAME = "ludic_window_check"

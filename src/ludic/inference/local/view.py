@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ludic.errors import ConfigError
 from ludic.inference.local.attention import ATTENTION_NAME, Layout, layout_in_use
 from ludic.inference.local.copies import same_kind, shared_copy
+from ludic.plumbing.llama_layers import norm_epsilon
 from ludic.plumbing.model_parts import active_dropout, text_config
 
 
@@ -103,16 +104,6 @@ def _wide_head_of(model: nn.Module) -> nn.Module | None:
     return head if half else None
 
 
-def _is_plain_rms_norm(module: nn.Module) -> bool:
-    """Whether it is the usual norm, scaled by its weight; other kinds have other names."""
-    return (
-        type(module).__name__.endswith("RMSNorm")
-        and set(module._parameters) == {"weight"}
-        and hasattr(module, "variance_epsilon")
-        and not module._modules
-    )
-
-
 def module_view(
     model: nn.Module,
     *,
@@ -133,7 +124,9 @@ def module_view(
     def make(module: nn.Module) -> nn.Module:
         if module is head:
             return _WideHead.__new__(_WideHead)
-        if fuse_norms and _is_plain_rms_norm(module):
+        # The usual norm, scaled by its weight; other kinds have other names.
+        plain = type(module).__name__.endswith("RMSNorm") and norm_epsilon(module) is not None
+        if fuse_norms and plain:
             return _FusedRMSNorm.__new__(_FusedRMSNorm)
         return stand_in(module) or same_kind(module)
 

@@ -182,20 +182,14 @@ class JinjaTemplate:
                 lambda messages: self._rendered(self._with_holes(), messages),
             )
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
+    def render(self, messages: Messages, tools: Messages | None) -> str:
         """The conversation's text; raises `TemplateError` with what the template complains of."""
-        if self._skeletons is not None and tools is None and add_generation_prompt:
+        if self._skeletons is not None and tools is None:
             text = self._skeletons.spell(messages)
             if text is not None:
                 return text
         try:
-            return self._rendered(self._template, messages, tools, add_generation_prompt)
+            return self._rendered(self._template, messages, tools)
         except Exception as exc:
             roles = [str(m.get("role")) for m in messages]
             shown = ", ".join(roles if len(roles) <= 8 else [*roles[:3], "…", *roles[-3:]])
@@ -209,19 +203,13 @@ class JinjaTemplate:
         others; None where only `render` can tell."""
         return None if self._skeletons is None else self._skeletons.spell_after(first, messages)
 
-    def _rendered(
-        self,
-        template: Any,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> str:
+    def _rendered(self, template: Any, messages: Messages, tools: Messages | None = None) -> str:
         variables = {
             **self._variables,
             "messages": messages,
             "tools": tools,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": True,
         }
         # What `template.render` does, without its rewriting of tracebacks, second copy of the
         # variables, and list of globals, which only imported templates need.

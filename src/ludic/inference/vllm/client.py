@@ -7,18 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludic.errors import (
-    ConfigError,
-    InferenceError,
-    PublishError,
-    RequestRejectedError,
-)
+from ludic.errors import ConfigError, InferenceError, PublishError, RequestRejectedError
 from ludic.inference.addresses import split_user, without_user
-from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.client import TokenCompletionRequest, completion_room
 from ludic.inference.http import UnreachableError, ask
 from ludic.inference.retries import Backoff, within
-from ludic.inference.vllm.rotation import Rotation
-from ludic.inference.vllm.servers import Replica, ServerFacts, Serving
+from ludic.inference.vllm.rotation import Replica, Rotation, Serving
 from ludic.inference.vllm.wire import completions_body, generate_body, read_answer
 from ludic.types import ChatResponse, FinishReason
 
@@ -97,8 +91,6 @@ class VLLMChatClient(Rotation):
     async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
         """Samples one completion; see `ChatClient`. Prompt log-probs, when asked for, are in
         `info["prompt_logprobs"]` (None first), at temperature 1."""
-        if not request.prompt_token_ids:
-            raise RequestRejectedError("the prompt is empty: give at least one token id")
         limit = self._timeout_s if request.timeout_s is None else request.timeout_s
         if not limit > 0:
             raise RequestRejectedError(f"timeout_s={limit}: must be more than 0")
@@ -176,7 +168,12 @@ class VLLMChatClient(Rotation):
         session = connection.session if pooled else connection.unpooled
         facts = replica.facts
         assert facts is not None
-        room = self._room(request, facts)
+        ids, limit = request.prompt_token_ids, facts.max_model_len
+        room = completion_room(ids, limit, "the server's max_model_len")
+        if (room := room or request.sampling.max_tokens) is None:
+            raise RequestRejectedError(
+                "the server does not say how long a context it takes: set max_tokens"
+            )
         serving = serving or replica.serving
         adapter = serving.adapter
         version = replica.version if adapter is None else serving.version
@@ -224,18 +221,3 @@ class VLLMChatClient(Rotation):
             self.version = max([self.version, *(s.version for s in response.trace.version_spans)])
         replica.served += 1
         return response
-
-    def _room(self, request: TokenCompletionRequest, facts: ServerFacts) -> int:
-        length, limit = len(request.prompt_token_ids), facts.max_model_len
-        if limit is None:
-            if request.sampling.max_tokens is None:
-                raise RequestRejectedError(
-                    "the server does not say how long a context it takes: set max_tokens"
-                )
-            return request.sampling.max_tokens
-        if length >= limit:
-            raise RequestRejectedError(
-                f"a prompt of {length} tokens leaves no room for a completion within the server's "
-                f"max_model_len of {limit}: shorten the prompt, or start it with a larger one"
-            )
-        return limit - length

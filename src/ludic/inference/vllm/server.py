@@ -28,13 +28,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
 
-from ludic.errors import (
-    ConfigError,
-    DeadlineError,
-    InferenceError,
-    LudicError,
-    MissingExtraError,
-)
+from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, MissingExtraError
 from ludic.inference.vllm.flags import ServerSettings as ServerSettings
 from ludic.inference.vllm.flags import VLLMBuild as VLLMBuild
 from ludic.inference.vllm.flags import command_line as command_line

@@ -45,6 +45,10 @@ def make_reinforce(
 ) -> RLAlgorithm:
     """Monte Carlo returns with the policy gradient."""
     loss = ReinforceLoss(cap=cap, aggregation=aggregation)
-    return RLAlgorithm(
-        "reinforce", MonteCarloReturn(gamma), with_entropy(loss, entropy_coeff, aggregation)
-    )
+    return monte_carlo("reinforce", gamma, loss, entropy_coeff)
+
+
+def monte_carlo(name: str, gamma: float, loss: PolicyLoss, entropy_coeff: float) -> RLAlgorithm:
+    """Monte Carlo returns with `loss`, minus `entropy_coeff` times the entropy."""
+    whole = with_entropy(loss, entropy_coeff, loss.aggregation)
+    return RLAlgorithm(name, MonteCarloReturn(gamma), whole)

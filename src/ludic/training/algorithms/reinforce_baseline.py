@@ -15,10 +15,8 @@ from dataclasses import dataclass
 
 from ludic.saw.items import SAWBatch
 from ludic.training.algorithm import RLAlgorithm, remembered
-from ludic.training.algorithms.reinforce import ReinforceLoss
-from ludic.training.credit_assignment.returns import MonteCarloReturn
+from ludic.training.algorithms.reinforce import ReinforceLoss, monte_carlo
 from ludic.training.losses.aggregation import Aggregation, token_mean
-from ludic.training.losses.composite import with_entropy
 from ludic.training.preprocess import subtract_mean
 
 
@@ -41,8 +39,4 @@ def make_reinforce_baseline(
 ) -> RLAlgorithm:
     """Monte Carlo returns minus their mean over the batch, with the policy gradient."""
     loss = ReinforceBaselineLoss(cap=cap, aggregation=aggregation)
-    return RLAlgorithm(
-        "reinforce_baseline",
-        MonteCarloReturn(gamma),
-        with_entropy(loss, entropy_coeff, aggregation),
-    )
+    return monte_carlo("reinforce_baseline", gamma, loss, entropy_coeff)

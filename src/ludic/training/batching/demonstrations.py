@@ -118,8 +118,10 @@ def _trace(
     if spelled[: len(prompt)] == prompt and end_id in spelled[len(prompt) :]:
         completion = spelled[len(prompt) : spelled.index(end_id, len(prompt)) + 1]
         return TokenTrace(prompt, completion)
-    trace = _spelled_by_itself(messages[at], prompt, template)
-    if trace is not None:
+    if isinstance(template, SpellsAnswers) and not messages[at].get("tool_calls"):
+        # The text by itself, as it would be sampled after the prompt: for templates whose prompt
+        # and answer share a token where they meet.
+        trace = TokenTrace(prompt, template.encode_answer(messages[at]["content"]))
         following = messages[at + 1 : at + 2] or [_FOLLOW_UP]
         if not isinstance(template.extend([*messages[: at + 1], *following], trace, tools), Fork):
             return trace
@@ -128,16 +130,6 @@ def _trace(
         "it would prompt for, so its tokens cannot be told from the prompt's: compare the "
         "generation prompt with how the template writes assistant messages"
     )
-
-
-def _spelled_by_itself(
-    message: Message, prompt: tuple[int, ...], template: ChatTemplate
-) -> TokenTrace | None:
-    """The message's text tokenised by itself, as it would be sampled after the prompt; for
-    templates whose prompt and answer share a token where they meet."""
-    if not isinstance(template, SpellsAnswers) or message.get("tool_calls"):
-        return None
-    return TokenTrace(prompt, template.encode_answer(message["content"]))
 
 
 def _spoken(value: Any, role: Literal["user", "assistant"], where: str) -> list[Message]:

@@ -17,8 +17,7 @@ from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
 from ludic.rollouts.storage import rollout_from_row
 from ludic.saw.batch import LOST_MEMBER
-from ludic.saw.building import LostMember, batch_from_rollouts, build_items
-from ludic.saw.credit import CreditAssigner
+from ludic.saw.building import CreditAssigner, LostMember, batch_from_rollouts, build_items
 from ludic.saw.filters import SampleFilter
 from ludic.saw.items import SAWBatch
 from ludic.seeding import derive_seed

@@ -118,11 +118,12 @@ class RolloutBatchSource(BatchSource):
         sampled = await self._round(await self._feed.next(self._draws), 0)
         if self.resample is None:
             return sampled, sampled, 1
-        wanted = len(_groups(sampled))
+        wanted = len({r.group_id for r in sampled})
         varied = self._with_variance(sampled, drops)
         rounds = 1
-        while (missing := wanted - len(_groups(varied))) > 0 and not self._spent():
-            if rounds >= self.resample.max_rounds:
+        while rounds < self.resample.max_rounds and not self._spent():
+            missing = wanted - len({r.group_id for r in varied})
+            if missing <= 0:
                 break
             requests = await self._feed.next(self._draws + rounds, missing)
             fresh = await self._round(requests, rounds)
@@ -229,10 +230,6 @@ async def first_filled(
         f"{attempts} batches in a row had nothing to train on; dropped, in turns: {dict(drops)}. "
         "Loosen the filters, or look at why rewards do not vary"
     )
-
-
-def _groups(rollouts: Sequence[Rollout]) -> set[str | None]:
-    return {r.group_id for r in rollouts}
 
 
 class RequestFeed:

@@ -168,8 +168,14 @@ class PastPolicies:
 
         path = self._file(step)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # The weights that training changes: all of them, or the adapter's.
+        trained = {
+            name: parameter.detach().to("cpu", copy=True).contiguous()
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad
+        }
         with replacing(path) as temporary:
-            save_file(_trained(self._model), temporary)
+            save_file(trained, temporary)
 
     async def _load(self, slot: int, step: int) -> None:
         if self._holds[slot] == step:
@@ -192,12 +198,3 @@ class PastPolicies:
                 for name, parameter in mine.items():
                     parameter.copy_(weights[name])
         self._holds[slot] = step
-
-
-def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights that training changes: all of them, or the adapter's."""
-    return {
-        name: parameter.detach().to("cpu", copy=True).contiguous()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }

@@ -163,8 +163,7 @@ class GroupNormalizedReturn:
     summaries: SummaryCredit = "advantage"
 
     def __post_init__(self) -> None:
-        check_group_size(self.group_size)
-        check_summaries(self.summaries)
+        check_group_credit(self.group_size, self.summaries)
 
     def with_partial_groups(self) -> GroupNormalizedReturn:
         return replace(self, allow_partial=True)
@@ -196,8 +195,7 @@ class HybridNormalizedReturn:
     summaries: SummaryCredit = "advantage"
 
     def __post_init__(self) -> None:
-        check_group_size(self.group_size)
-        check_summaries(self.summaries)
+        check_group_credit(self.group_size, self.summaries)
 
     def with_partial_groups(self) -> HybridNormalizedReturn:
         return replace(self, allow_partial=True)
@@ -220,16 +218,12 @@ def centre(returns: NDArray[np.float64]) -> NDArray[np.float64]:
     return returns - float(returns.mean())
 
 
-def check_summaries(summaries: str) -> None:
-    """Raises `ConfigError` for a word that is no `SummaryCredit`."""
-    if summaries not in ("advantage", "none"):
-        raise ConfigError(f"summaries={summaries!r}: must be 'advantage' or 'none'")
-
-
-def check_group_size(group_size: int) -> None:
-    """Raises `ConfigError` for a group that has nothing to compare."""
+def check_group_credit(group_size: int, summaries: str) -> None:
+    """Raises `ConfigError` for a group with nothing to compare, and for no `SummaryCredit`."""
     if group_size < 2:
         raise ConfigError(f"group_size={group_size}: a group needs at least 2 members to compare")
+    if summaries not in ("advantage", "none"):
+        raise ConfigError(f"summaries={summaries!r}: must be 'advantage' or 'none'")
 
 
 def role_groups(

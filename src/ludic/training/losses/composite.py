@@ -36,7 +36,23 @@ def widest(*scopes: Scope) -> Scope:
     return max(scopes, key=SCOPES.index, default="token")
 
 
-class CompositeLoss:
+class LossOfParts:
+    """A loss made of others: it needs what they need, together."""
+
+    def __init__(self, *parts: Loss) -> None:
+        self.parts = parts
+        self.preprocess = chain(*map(preprocess_of, parts))
+
+    @property
+    def needs_logits(self) -> bool:
+        return any(loss.needs_logits for loss in self.parts)
+
+    @property
+    def scope(self) -> Scope:
+        return widest(*(loss.scope for loss in self.parts))
+
+
+class CompositeLoss(LossOfParts):
     """Σ coefficient · loss. Each term's share is logged as `loss_<class name>`.
 
     Statistics that several terms report under one name are taken from the first of them. All
@@ -51,20 +67,8 @@ class CompositeLoss:
     def __init__(self, *terms: tuple[float, Loss]) -> None:
         if not terms:
             raise ConfigError("CompositeLoss needs at least one (coefficient, loss)")
+        super().__init__(*(loss for _, loss in terms))
         self.terms = terms
-        self.preprocess = chain(*(preprocess_of(loss) for _, loss in terms))
-
-    @property
-    def parts(self) -> tuple[Loss, ...]:
-        return tuple(loss for _, loss in self.terms)
-
-    @property
-    def needs_logits(self) -> bool:
-        return any(loss.needs_logits for _, loss in self.terms)
-
-    @property
-    def scope(self) -> Scope:
-        return widest(*(loss.scope for _, loss in self.terms))
 
     def compute(self, policy: TokenLogProbs, batch: LossBatch) -> tuple[Tensor, LossStats]:
         """The weighted sum of the terms' shares, and all their statistics."""
@@ -109,9 +113,7 @@ Estimator = Literal["k2", "k3"]
 
 
 def kl_estimate(
-    logprobs: Float[Tensor, " tokens"],
-    reference: Float[Tensor, " tokens"],
-    estimator: Estimator,
+    logprobs: Float[Tensor, " tokens"], reference: Float[Tensor, " tokens"], estimator: Estimator
 ) -> Float[Tensor, " tokens"]:
     """k2 or k3 of each sampled token."""
     k1 = logprobs - reference
@@ -160,13 +162,10 @@ class TokenKLLoss:
         return reduce(-term, batch, self.aggregation), stats
 
 
-def with_kl(
-    loss: Loss, coefficient: float, aggregation: Aggregation, estimator: Estimator = "k3"
-) -> Loss:
+def with_kl(loss: Loss, coefficient: float, aggregation: Aggregation) -> Loss:
     """`loss` plus `coefficient` times the KL to the reference; `loss` itself when that is 0."""
     if not coefficient >= 0:
         raise ConfigError(f"kl_coeff={coefficient!r}: must be >= 0")
     if coefficient == 0:
         return loss
-    kl = TokenKLLoss(estimator=estimator, aggregation=aggregation)
-    return CompositeLoss((1.0, loss), (coefficient, kl))
+    return CompositeLoss((1.0, loss), (coefficient, TokenKLLoss(aggregation=aggregation)))

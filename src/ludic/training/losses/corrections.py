@@ -13,7 +13,6 @@ them, which is exact for the first step on a batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
@@ -24,9 +23,8 @@ from torch import Tensor
 from ludic.errors import ConfigError, NotTrainableError
 from ludic.plumbing.arguments import nearest
 from ludic.training.losses.aggregation import sequences
-from ludic.training.losses.composite import SCOPES, widest
+from ludic.training.losses.composite import SCOPES, LossOfParts, widest
 from ludic.training.losses.policy_ratio import check_bounds, exp_bounded, mean_over
-from ludic.training.preprocess import preprocess_of
 from ludic.training.types import Loss, LossBatch, LossStats, Scope, Stat, TokenLogProbs
 
 Mean = Literal["product", "geometric"]
@@ -67,9 +65,7 @@ class TruncatedImportance:
     mean: Mean = "product"
 
     def __post_init__(self) -> None:
-        check_bounds(self.lower, self.upper)
-        _check_choice(self, "level", SCOPES)
-        _check_choice(self, "mean", get_args(Mean))
+        _check(self)
 
     def factors(
         self, log_ratio: Float[Tensor, " tokens"], batch: LossBatch
@@ -94,9 +90,7 @@ class MaskedImportance:
     keep_ratio: bool = True
 
     def __post_init__(self) -> None:
-        check_bounds(self.lower, self.upper)
-        _check_choice(self, "level", SCOPES)
-        _check_choice(self, "mean", get_args(Mean))
+        _check(self)
 
     def factors(
         self, log_ratio: Float[Tensor, " tokens"], batch: LossBatch
@@ -108,11 +102,13 @@ class MaskedImportance:
         return factors, _stats("masked", self.level, ratio, ~inside)
 
 
-def _check_choice(correction: object, name: str, choices: Sequence[str]) -> None:
-    value = getattr(correction, name)
-    if value not in choices:
-        given = f"{type(correction).__name__}({name}={value!r})"
-        raise ConfigError(f"{given}: no such {name}{nearest(str(value), choices)}")
+def _check(correction: TruncatedImportance | MaskedImportance) -> None:
+    check_bounds(correction.lower, correction.upper)
+    for name, choices in (("level", SCOPES), ("mean", get_args(Mean))):
+        value = getattr(correction, name)
+        if value not in choices:
+            given = f"{type(correction).__name__}({name}={value!r})"
+            raise ConfigError(f"{given}: no such {name}{nearest(str(value), choices)}")
 
 
 def _stats(
@@ -126,7 +122,7 @@ def _stats(
     }
 
 
-class CorrectedLoss:
+class CorrectedLoss(LossOfParts):
     """A loss against the proximal policy, its tokens multiplied by all the corrections' factors.
 
     >>> from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
@@ -140,20 +136,12 @@ class CorrectedLoss:
             raise ConfigError(
                 "CorrectedLoss needs at least one correction, such as TruncatedImportance()"
             )
+        super().__init__(loss)
         self.loss, self.corrections = loss, corrections
-        self.preprocess = preprocess_of(loss)
-
-    @property
-    def parts(self) -> tuple[Loss, ...]:
-        return (self.loss,)
-
-    @property
-    def needs_logits(self) -> bool:
-        return self.loss.needs_logits
 
     @property
     def scope(self) -> Scope:
-        return widest(self.loss.scope, *(c.level for c in self.corrections))
+        return widest(super().scope, *(c.level for c in self.corrections))
 
     def compute(self, policy: TokenLogProbs, batch: LossBatch) -> tuple[Tensor, LossStats]:
         """The corrected loss's share; the `correction_*` statistics are from before any cut."""

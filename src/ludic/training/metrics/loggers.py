@@ -10,7 +10,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TextIO
@@ -307,7 +308,8 @@ class MetricLog:
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
         """One line of metrics for every logger."""
         for logger in list(self._loggers):
-            self._try(logger, lambda logger=logger: logger.log(metrics, step))  # type: ignore[misc]
+            with self._unstopped(logger):
+                logger.log(metrics, step)
 
     def write_samples(self, name: str, batch: SAWBatch) -> Path:
         """The batch as JSON beside the metrics, for looking at what went wrong."""
@@ -322,39 +324,34 @@ class MetricLog:
 
     def rewind(self, step: int) -> None:
         """After a resume: forgets lines of steps that will be taken again."""
-        if self.writes:
-            self._try(self.jsonl, lambda: self._rewind(step))
-
-    def _rewind(self, step: int) -> None:
-        if missing := self.jsonl.rewind(step):
-            _log.warning(
-                "%s has no line for %d of the %d steps that the checkpoint has: it was cut or "
-                "damaged, and curves have gaps there; the training itself is whole",
-                *(self.jsonl.path, missing, step),
-            )
+        with self._unstopped(self.jsonl):
+            if self.writes and (missing := self.jsonl.rewind(step)):
+                _log.warning(
+                    "%s has no line for %d of the %d steps that the checkpoint has: it was cut or "
+                    "damaged, and curves have gaps there; the training itself is whole",
+                    *(self.jsonl.path, missing, step),
+                )
 
     def begin(self) -> None:
         """For a run that starts at its first step: lines that are there are kept elsewhere."""
-        if self.writes:
-            self._try(self.jsonl, self._set_lines_aside)
-
-    def _set_lines_aside(self) -> None:
-        renamed = self.jsonl.set_aside()
-        if renamed is not None:
-            _log.warning(
-                "%s had lines of a run without a checkpoint: they are in %s now",
-                self.jsonl.path,
-                renamed.name,
-            )
+        with self._unstopped(self.jsonl):
+            if self.writes and (renamed := self.jsonl.set_aside()) is not None:
+                _log.warning(
+                    "%s had lines of a run without a checkpoint: they are in %s now",
+                    *(self.jsonl.path, renamed.name),
+                )
 
     def close(self) -> None:
         """Closes every logger."""
         for logger in list(self._loggers):
-            self._try(logger, logger.close)
+            with self._unstopped(logger):
+                logger.close()
 
-    def _try(self, logger: Logger, work: Callable[[], None]) -> None:
+    @contextmanager
+    def _unstopped(self, logger: Logger) -> Iterator[None]:
+        """Inside, what goes wrong is a warning; a logger that fails too often is left out."""
         try:
-            work()
+            yield
         except Exception as exc:
             count = self._failures[id(logger)] = self._failures.get(id(logger), 0) + 1
             name = type(logger).__name__

@@ -4,10 +4,9 @@ the largest micro-batch once before anything depends on it."""
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -32,10 +31,6 @@ from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost
 from ludic.training.update.policy import Policy
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-
 ROUND = 256
 
 
@@ -55,7 +50,6 @@ def calibrate(
     loss: Loss,
     cfg: TrainerConfig | None = None,
     *,
-    mesh: DeviceMesh | None = None,
     action_share: float = 0.5,
     headroom: float = 0.08,
     max_tokens: int = 1 << 20,
@@ -64,61 +58,37 @@ def calibrate(
     """The largest budget whose update leaves `headroom` of the memory free, and `reserved_bytes`
     for an engine or a server that will share the device (`ludic.runs.memory`).
 
-    `model` is as it will be trained: with adapters, in its type, on its device (or on the meta
-    device, with a mesh). The more of the tokens are actions, the more memory the head needs:
-    `action_share` is what to count with. The weights do not change. Needs a GPU.
+    `model` is as it will be trained: with adapters, in its type, on its device. The more of the
+    tokens are actions, the more memory the head needs: `action_share` is what to count with. The
+    weights do not change. Needs a GPU.
     """
     cfg = cfg or TrainerConfig()
-    device = torch.device(mesh.device_type) if mesh else next(model.parameters()).device
+    device = next(model.parameters()).device
     if device.type != "cuda":
         raise ConfigError(
             f"calibrate measures a GPU's memory, and the model is on {device}: on a CPU, choose "
             "micro_token_budget by hand"
         )
-    policy = Policy(model, cfg)
-    if mesh is not None:
-        from ludic.sharding.fsdp import shard_policy
-
-        shard_policy(policy, mesh)
-    else:
-        with float32_products(cfg.precision):
-            check_packing(policy, device, cfg.max_seq_len)
-    world = World.of(mesh, device)
+    policy, world = Policy(model, cfg), World(device=device)
+    with float32_products(cfg.precision):
+        check_packing(policy, device, cfg.max_seq_len)
     optimizer = make_optimizer(model.named_parameters(), replace(cfg, precision=None))
     vocab = vocabulary_size(base_causal_lm(model))
     total = torch.cuda.get_device_properties(device).total_memory
 
-    tries: dict[int, int] = {}
-
     def peak(tokens: int) -> int | None:
-        """The peak of an update over one micro-batch per rank; None where it does not fit."""
+        """The peak of an update over one micro-batch; None where it does not fit."""
         settings = replace(cfg, micro_token_budget=tokens, max_seq_len=min(cfg.max_seq_len, tokens))
         passes = Passes(policy, loss, settings, world, Cost(), recovers=False)
-        batch = synthetic_batch(tokens, settings.max_seq_len, action_share, vocab, world.size)
+        batch = synthetic_batch(tokens, settings.max_seq_len, action_share, vocab)
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        if not update_fits(passes, batch, optimizer):
-            return None
-        tries[tokens] = torch.cuda.max_memory_allocated(device)
-        return tries[tokens]
-
-    def has_room(tokens: int) -> bool:
-        """Whether this rank could get the memory that its tries so far foretell."""
-        if world.size == 1 or len(tries) < 2:
-            return True
-        missing = foretold(tries, tokens) - torch.cuda.memory_allocated(device)
-        torch.cuda.empty_cache()
-        try:
-            torch.empty(max(missing, 0), dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            torch.cuda.empty_cache()
-        return True
+        fits = update_fits(passes, batch, optimizer)
+        return torch.cuda.max_memory_allocated(device) if fits else None
 
     smallest = max(min(cfg.max_seq_len, 2048), ROUND)
-    limit = -world.largest(-trainer_limit(total, headroom, reserved_bytes))[0]
+    limit = trainer_limit(total, headroom, reserved_bytes)
     plan = plan_update(model, cfg, world)
     if plan is not None:  # where to begin looking
         plan = settled(
@@ -129,8 +99,8 @@ def calibrate(
             most=max_tokens,
         )
     budget, used = largest_that_fits(
-        agreed(peak, has_room, world),
-        limit=int(limit),
+        peak,
+        limit=limit,
         smallest=smallest,
         largest=max_tokens,
         first=plan.training.tokens if plan else None,
@@ -148,32 +118,6 @@ def update_fits(passes: Passes, batch: SAWBatch, optimizer: MasterAdamW) -> bool
         optimizer.start_over()
         return False
     return True
-
-
-def agreed(
-    peak: Callable[[int], int | None], has_room: Callable[[int], bool], world: World
-) -> Callable[[int], int | None]:
-    """`peak` as all ranks see it: the worst of theirs, so that all make the same next guess.
-
-    A rank that fails in an update leaves the others waiting in its collectives. So none begins
-    before every rank has said that it has room for it.
-    """
-
-    def together(tokens: int) -> int | None:
-        if world.largest(0.0 if has_room(tokens) else 1.0)[0]:
-            return None
-        used = peak(tokens)
-        (worst,) = world.largest(math.inf if used is None else used)
-        return None if math.isinf(worst) else int(worst)
-
-    return together
-
-
-def foretold(tries: Mapping[int, int], tokens: int) -> int:
-    """The peak of an update, on the line through the two largest tries."""
-    (low, low_peak), (high, high_peak) = sorted(tries.items())[-2:]
-    slope = max((high_peak - low_peak) / (high - low), 0.0)
-    return int(high_peak + slope * (tokens - high))
 
 
 def trainer_limit(total: int, headroom: float, reserved_bytes: int) -> int:
@@ -225,33 +169,21 @@ def largest_that_fits(
                 guess = min(guess, (low + high) // 2)
 
 
-def synthetic_batch(
-    tokens: int, longest: int, action_share: float, vocab: int, ranks: int = 1
-) -> SAWBatch:
-    """Sequences of `longest` tokens that fill `tokens` for each rank; their ends are actions."""
-    rng, items = np.random.default_rng(0), []
-    for _ in range(ranks):
-        left = tokens
-        while left >= 2:
-            length = min(longest, left)
-            left -= length
-            mask = np.zeros(length, np.int8)
-            mask[-max(int(length * action_share), 1) :] = 1
-            mask[0] = 0
-            count = int(mask.sum())
-            items.append(
-                SAWItem(
-                    rng.integers(0, vocab, length),
-                    np.ones(length, np.int8),
-                    mask,
-                    1.0,
-                    attachments=SampleAttachments(
-                        behavior_logprobs=np.full(count, -np.log(vocab), np.float32),
-                        reference_logprobs=np.full(count, -np.log(vocab), np.float32),
-                        teacher_logprobs=np.full(count, -np.log(vocab), np.float32),
-                    ),
-                )
-            )
+def synthetic_batch(tokens: int, longest: int, action_share: float, vocab: int) -> SAWBatch:
+    """Sequences of `longest` tokens that fill `tokens`; their ends are actions."""
+    rng, items, left = np.random.default_rng(0), [], tokens
+    while left >= 2:
+        length = min(longest, left)
+        left -= length
+        mask = np.zeros(length, np.int8)
+        mask[-max(int(length * action_share), 1) :] = 1
+        mask[0] = 0
+        logprobs = np.full(int(mask.sum()), -np.log(vocab), np.float32)
+        attachments = SampleAttachments(
+            behavior_logprobs=logprobs, reference_logprobs=logprobs, teacher_logprobs=logprobs
+        )
+        ids, shown = rng.integers(0, vocab, length), np.ones(length, np.int8)
+        items.append(SAWItem(ids, shown, mask, 1.0, attachments=attachments))
     return make_batch(items)
 
 

@@ -61,10 +61,7 @@ class SequenceLengths:
     from them is made once, for all layers."""
 
     def __init__(
-        self,
-        lengths: Sequence[int],
-        device: torch.device,
-        key_lengths: Sequence[int] | None = None,
+        self, lengths: Sequence[int], device: torch.device, key_lengths: Sequence[int] | None = None
     ) -> None:
         self.lengths, self.device = list(lengths), device
         self.key_lengths = self.lengths if key_lengths is None else list(key_lengths)

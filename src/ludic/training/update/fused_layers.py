@@ -4,7 +4,7 @@ passes over memory, and fewer tensors kept for the backward pass.
 Products go through `_Products` and `_GatedMLP`, which add what several of them give to one gradient
 inside the products themselves, compute a LoRA layer's low-rank products with those of the layer
 that they belong to, and keep nothing for weights that are frozen. What lies between is Triton's
-(`layer_kernels`), or on other devices plain torch.
+(`kernels`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ludic.plumbing.llama_layers import (
-    Projection,
-    attention_window,
-    norm_epsilon,
-    projection,
-)
+from ludic.plumbing.llama_layers import Projection, attention_window, norm_epsilon, projection
 from ludic.training.update.logprobs import triton_works
 
 _PARTS = 4
@@ -223,7 +218,7 @@ class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scales: tuple[float, ...], *tensors: Tensor | None) -> Tensor:
         (gate, up), lows = _multiply(x, tensors[: 2 * _PARTS], scales[:2])
-        inner = _kernels(x).gated(gate, up)
+        inner = _kernels().gated(gate, up)
         (result,), more = _multiply(inner, tensors[2 * _PARTS :], scales[2:])
         ctx.scales = scales
         reads_x = _reads_input(tensors[: 2 * _PARTS])
@@ -242,7 +237,7 @@ class _GatedMLP(torch.autograd.Function):
         for_inner = grad @ weight
         if down is not None:
             for_inner.addmm_((grad @ low_up).mul_(scales[2]), down)
-        inner, for_gate, for_up = _kernels(gate).gated_gradient(gate, up, for_inner)
+        inner, for_gate, for_up = _kernels().gated_gradient(gate, up, for_inner)
         _, of_down = _multiply_back(
             [grad], inner, lows[2:], tensors[2 * _PARTS :], scales[2:], wanted[2 * _PARTS :], False
         )
@@ -262,7 +257,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        out, scales, total = _kernels(x).norm(x, y, weight, eps)
+        out, scales, total = _kernels().norm(x, y, weight, eps)
         ctx.save_for_backward(total, weight, scales)
         ctx.adds = y is not None
         ctx.set_materialize_grads(False)
@@ -275,7 +270,7 @@ class _Norm(torch.autograd.Function):
         if grad is None:
             return through, through if ctx.adds else None, None, None
         through = None if through is None else through.contiguous()
-        for_x, for_weight = _kernels(x).norm_gradient(grad.contiguous(), through, x, weight, scales)
+        for_x, for_weight = _kernels().norm_gradient(grad.contiguous(), through, x, weight, scales)
         return for_x, for_x if ctx.adds else None, for_weight, None
 
 
@@ -283,59 +278,16 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _kernels(x).rotated(x, cos, sin)  # type: ignore[no-any-return]
+        return _kernels().rotated(x, cos, sin)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _kernels(grad).rotated(grad, *ctx.saved_tensors, back=True), None, None
+        return _kernels().rotated(grad, *ctx.saved_tensors, back=True), None, None
 
 
-def _kernels(x: Tensor) -> Any:
-    if not x.is_cuda:
-        return _PlainTorch
-    from ludic.training.update import layer_kernels
+def _kernels() -> Any:
+    """Imported when a layer is fused: elsewhere there may be no Triton."""
+    from ludic.training.update import kernels
 
-    return layer_kernels
-
-
-class _PlainTorch:
-    """`layer_kernels` for every device and type."""
-
-    @staticmethod
-    def norm(
-        x: Tensor, y: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        total = x if y is None else x + y
-        wide = total.to(torch.promote_types(x.dtype, torch.float32))
-        scales = torch.rsqrt(wide.square().mean(1) + eps)
-        return (wide * scales[:, None] * weight).to(x.dtype), scales, total
-
-    @staticmethod
-    def norm_gradient(
-        grad: Tensor, through: Tensor | None, x: Tensor, weight: Tensor, scales: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        unit = x.to(scales.dtype) * scales[:, None]
-        for_weight = (grad * unit).sum(0).to(weight.dtype)
-        inner = grad * weight.to(scales.dtype)
-        result = (inner - unit * (inner * unit).mean(1, keepdim=True)) * scales[:, None]
-        return (result if through is None else result + through).to(x.dtype), for_weight
-
-    @staticmethod
-    def gated(gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate) * up
-
-    @staticmethod
-    def gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        share = torch.sigmoid(gate)
-        silu = gate * share
-        return silu * up, grad * up * (share + silu * (1 - share)), grad * silu
-
-    @staticmethod
-    def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
-        cos, sin = cos[:, None], sin[:, None]
-        if back:
-            first, second = (x * sin).chunk(2, -1)
-            return x * cos + torch.cat([second, -first], -1)
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat([-second, first], -1) * sin
+    return kernels

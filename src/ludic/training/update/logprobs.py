@@ -54,7 +54,22 @@ def token_logprobs(
             hidden, head.weight, head.bias, targets, scales, kept, entropy, chunk, kernels
         )
         return logprobs, entropies if entropy else None
-    return _checkpointed(hidden, head, targets, temperatures, kept, rule, entropy, chunk)
+    # Logits that are more than one product: LoRA on the head, a soft cap.
+    chunk = chunk or chunk_tokens(int(getattr(head, "out_features", 2**17)), hidden.device.type)
+
+    def score(part: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+        logits = rule(_wide_logits(part, head))
+        mask = _mask(kept, start, end, logits.shape[1])
+        scales = 1.0 / temperatures[start:end]
+        return _reduce(logits, scales, mask, targets[start:end], entropy)[1:]
+
+    parts = [
+        checkpoint(score, hidden[start:end], start, end, use_reentrant=False)
+        for start, end in _ranges(len(hidden), chunk)
+    ]
+    empty = hidden.new_zeros(0, dtype=_wide(hidden.dtype))
+    logprobs = torch.cat([empty, *(p[0] for p in parts)])
+    return logprobs, torch.cat([empty, *(p[1] for p in parts)]) if entropy else None
 
 
 def action_logits(
@@ -138,17 +153,17 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _kernel(plain: Callable[..., Any], scales: Tensor, kernels: HeadKernels) -> Callable[..., Any]:
+def _kernel(plain: Callable[..., Any], scales: Tensor, how: HeadKernels) -> Callable[..., Any]:
     """`_reduce` or `_logit_gradient` as a GPU is to compute it: the many passes of plain torch over
     a chunk of logits cost as much as the head itself."""
-    if not scales.is_cuda or scales.dtype != torch.float32 or kernels == "eager":
+    if not scales.is_cuda or scales.dtype != torch.float32 or how == "eager":
         return plain
-    if kernels == "compiled":
+    if how == "compiled":
         return _fused(plain)
-    if kernels == "triton" or triton_works(scales.device):
-        from ludic.training.update import head_kernels
+    if how == "triton" or triton_works(scales.device):
+        from ludic.training.update import kernels
 
-        return getattr(head_kernels, plain.__name__[1:])  # type: ignore[no-any-return]
+        return getattr(kernels, plain.__name__[1:])  # type: ignore[no-any-return]
     return plain
 
 
@@ -156,10 +171,10 @@ def _kernel(plain: Callable[..., Any], scales: Tensor, kernels: HeadKernels) -> 
 def triton_works(device: torch.device) -> bool:
     """Whether a kernel can be compiled here: Triton needs a C compiler, which not all have."""
     try:
-        from ludic.training.update import head_kernels
+        from ludic.training.update import kernels
 
         one = torch.ones(1, device=device)
-        head_kernels.reduce(one[None], one, None, torch.zeros_like(one, dtype=torch.long), False)
+        kernels.reduce(one[None], one, None, torch.zeros_like(one, dtype=torch.long), False)
     except Exception as exc:
         _log.warning(
             "Triton cannot compile a kernel here (%s: %s): log-probs are computed by plain torch, "
@@ -299,32 +314,3 @@ def _wide_logits(hidden: Tensor, head: nn.Module) -> Tensor:
         return head(hidden).to(wide)  # type: ignore[no-any-return]
     with torch.autocast(hidden.device.type, hidden.dtype):
         return head(hidden).to(wide)  # type: ignore[no-any-return]
-
-
-def _checkpointed(
-    hidden: Tensor,
-    head: nn.Module,
-    targets: Tensor,
-    temperatures: Tensor,
-    kept: KeptIds | None,
-    rule: LogitRule,
-    entropy: bool,
-    chunk: int | None,
-) -> TokenValues:
-    """The same for logits that are more than one product (LoRA on the head, a soft cap)."""
-    vocab = int(getattr(head, "out_features", 2**17))
-    chunk = chunk or chunk_tokens(vocab, hidden.device.type)
-
-    def score(part: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        logits = rule(_wide_logits(part, head))
-        mask = _mask(kept, start, end, logits.shape[1])
-        scales = 1.0 / temperatures[start:end]
-        return _reduce(logits, scales, mask, targets[start:end], entropy)[1:]
-
-    parts = [
-        checkpoint(score, hidden[start:end], start, end, use_reentrant=False)
-        for start, end in _ranges(len(hidden), chunk)
-    ]
-    empty = hidden.new_zeros(0, dtype=_wide(hidden.dtype))
-    logprobs = torch.cat([empty, *(p[0] for p in parts)])
-    return logprobs, torch.cat([empty, *(p[1] for p in parts)]) if entropy else None

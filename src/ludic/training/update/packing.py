@@ -285,10 +285,8 @@ def pack(
         return None if values[0] is None else _tensor(values, np.float32)
 
     versions = [
-        np.full(layout.packed[i].actions.size, UNKNOWN_VERSION)
-        if (own := layout.items[i].attachments.versions) is None
-        else own
-        for i in indices
+        np.full(count, UNKNOWN_VERSION) if (own := item.attachments.versions) is None else own
+        for item, count in zip(items, counts, strict=True)
     ]
 
     loss = LossBatch(

@@ -136,8 +136,10 @@ class Passes:
             part,
         )
 
-    def score(self, layout: Layout) -> Scores:
-        """The present policy's log-probs of every item, on every rank."""
+    def score(self, batch: SAWBatch) -> Scores:
+        """The present policy's log-probs of every item, on every rank: at the start of an update,
+        the proximal policy's."""
+        layout = lay_out(batch, max_seq_len=self.cfg.max_seq_len)
         return score_layout(self.recovery, layout, self.plan(layout)[0])
 
 
@@ -189,8 +191,3 @@ def mini_batches(batch: SAWBatch, cfg: TrainerConfig, *, step: int) -> list[Mini
             share = make_batch([batch.items[i] for i in members], batch.meta)
             result.append(MiniBatch(lay_out(share, max_seq_len=cfg.max_seq_len), members))
     return result
-
-
-def score_batch(passes: Passes, batch: SAWBatch) -> Scores:
-    """The policy's log-probs of a whole batch: the proximal policy's, at the start of an update."""
-    return passes.score(lay_out(batch, max_seq_len=passes.cfg.max_seq_len))

@@ -86,8 +86,3 @@ def mean_kl(before: Scores, after: Scores) -> float:
     gap = np.concatenate(after).astype(np.float64) - np.concatenate(before)
     gap = gap.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return max(float(np.mean(np.expm1(gap) - gap)), 0.0)
-
-
-def pick(scores: Scores | None, members: Sequence[int]) -> Scores | None:
-    """The scores of some of the items."""
-    return None if scores is None else [scores[i] for i in members]

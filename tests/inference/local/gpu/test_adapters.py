@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ludic.inference.local import sizes
+from ludic.inference.local import build
 from ludic.inference.local.attention import register
 from ludic.inference.local.family_check import through_slots
 from ludic.inference.local.gpu.fused_layer import FusedLayer, fused_layers
@@ -120,7 +120,7 @@ def exact_and_fused(
     ids, logits, exact = torch.tensor([tokens]), [], copy.deepcopy(causal).float()
     views = module_view(exact), module_view(causal, stand_in=fused_layers(kernels))
     for model, view in zip((exact, causal), views, strict=True):
-        shape = sizes.kv_shape(model, model.config)
+        shape = build.kv_shape(model, model.config)
         with torch.inference_mode():
             logits.append(through_slots(Forward(view, torch.device("cpu")), ids, shape))
     assert any(type(m) is FusedLayer for m in view.modules())

@@ -10,7 +10,7 @@ import torch
 from ludic.errors import ConfigError
 from ludic.inference.local import LocalChatClient
 from ludic.inference.local.arena import SlotMemory
-from ludic.inference.local.sizes import engine_memory, kv_shape
+from ludic.inference.local.build import engine_memory, kv_shape
 from ludic.inference.tiny import tiny_model
 
 GPU = torch.device("cuda")

@@ -139,10 +139,7 @@ class FusedLayer(nn.Module):
     between: _Between
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        **_: Any,
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
     ) -> Tensor:
         """What the layer does, with the sums written over its input."""
         x, attention = hidden_states[0], self.self_attn
