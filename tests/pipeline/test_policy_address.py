@@ -42,7 +42,7 @@ async def test_a_run_on_a_redis_of_its_own_choice_serves_its_policies(
         store = pipeline.lease.store
         policy = StoredPolicy.read(store.run("beat", "actor", "{}")[0])
         elsewhere = replace(policy, path="/on/another/host")
-        fetcher = PolicyFetcher(store, tmp_path / "cache")
+        fetcher = PolicyFetcher(store.config, tmp_path / "cache")
         try:
             assert file_checksum(Path(fetcher.fetch(elsewhere).path)) == policy.checksum
         finally:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ludic.distributed import BroadcastPolicyPublisher
-from ludic.distributed.vllm.placement import is_here, own_address
+from ludic.distributed.addresses import is_here, own_address
 from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient

@@ -20,10 +20,10 @@ from ludic.distributed import (
     ModelWeights,
     PolicyPublisher,
 )
+from ludic.distributed.addresses import own_address, refusal_to_bind
 from ludic.distributed.publisher import ServerPublisher
 from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.distributed.vllm.delivery import Payload
-from ludic.distributed.vllm.placement import own_address, refusal_to_bind
 from ludic.distributed.vllm.planes import DataPlane, HTTPPlane, open_plane
 from ludic.distributed.vllm.weights_payload import WeightsPayload
 from ludic.errors import ConfigError

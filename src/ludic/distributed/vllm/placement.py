@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
 
+from ludic.distributed.addresses import is_here
 from ludic.errors import ConfigError, DeadlineError, InferenceError
 from ludic.inference.vllm.flags import PLACE
 from ludic.plumbing.files import boot_id
@@ -160,35 +158,3 @@ async def _places(
     gpu = here.gpu if near or here.gpu is None else f"of {replica.url}"
     guess = Place(here.memory if near else "elsewhere", gpu, guessed=True)
     return [place or guess for place in places]
-
-
-def is_here(url: str) -> bool:
-    """Whether an address is one of this machine's."""
-    host = urlsplit(url).hostname or ""
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        return False
-    return ipaddress.ip_address(address).is_loopback or refusal_to_bind(address) is None
-
-
-def own_address(url: str) -> str:
-    """Returns the address of this machine that a server sees when it is talked to."""
-    parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-        try:
-            probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
-
-
-def refusal_to_bind(host: str, port: int = 0) -> str | None:
-    """Why one cannot listen there; None if one can."""
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as exc:
-        return exc.strerror or str(exc)
-    return None

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Self
 
 from ludic.distributed import BackgroundPublisher, PolicyPublisher
+from ludic.distributed.addresses import listening_address
 from ludic.distributed.background import in_background
 from ludic.distributed.vllm.shared_memory import OwnedFolder
-from ludic.distributed.weights_http import PolicyServer, listening_address
+from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
