@@ -247,7 +247,7 @@ def check_publishing(config: RunConfig) -> None:
     if plane in ("ipc", "nccl") and check_device(config.model).type != "cuda":
         raise ConfigError(
             f'{where} is for weights on a GPU, and the model is on the CPU: set "shared_memory" '
-            'for servers on this machine, "gloo" for others, or leave it out'
+            'for servers on this machine, "http" for others, or leave it out'
         )
     if plane == "nccl" and server_shares_gpu(config, check_device(config.model)):
         raise ConfigError(

@@ -89,11 +89,11 @@ def choose_plane(
     library and the examples ask. `gathered`: the weights are in the host's memory, where several
     ranks or a snapshot put them.
 
-    On one host: CUDA IPC if everybody is on one GPU, else a file in shared memory. Between hosts a
-    broadcast: NCCL if everybody has a GPU that nobody else has, which it demands, else gloo. HTTP,
-    which brings a file to each host once, can work everywhere and has to be named. A
-    sampler in the trainer's own process needs no plane. One that is `named` is taken if it can
-    work; else `ConfigError` says why not. What was only guessed of a worker refuses nothing.
+    On one host: CUDA IPC if everybody is on one GPU, else a file in shared memory. Between hosts
+    NCCL if everybody has a GPU that nobody else has, which it demands, else HTTP, which brings a
+    file to each host once. Gloo, a broadcast to every worker, has to be named. A sampler in the
+    trainer's own process needs no plane. One that is `named` is taken if it can work; else
+    `ConfigError` says why not. What was only guessed of a worker refuses nothing.
     """
     if named != "auto":
         surely = [worker for worker in workers if not worker.guessed]
@@ -107,7 +107,7 @@ def choose_plane(
     for choice in _PREFERRED:
         if (why_not := _objection(choice.plane, trainer, workers, gathered)) is None:
             return choice
-    return Choice("gloo", f"a worker is on another host, and {why_not}")
+    return Choice("http", f"a worker is on another host, and NCCL is not possible: {why_not}")
 
 
 def _objection(
