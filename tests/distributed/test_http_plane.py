@@ -101,7 +101,7 @@ def test_a_wrong_piece_another_key_or_no_checksum_leaves_nothing_behind(
         worker.fetch({**source, "key": "another"})
     with pytest.raises(ValueError, match="not the checksum"):
         worker.fetch({**source, "checksum": "../../etc"})
-    whole = piece_fetcher.get
+    whole = weights_http.get
 
     def bent(url: str, path: str, *args: Any, **limits: Any) -> bytes:
         data = whole(url, path, *args, **limits)
@@ -117,7 +117,7 @@ def test_a_trainer_that_goes_half_way_is_named_and_the_next_one_is_whole(
     plane: HTTPPlane, monkeypatch: pytest.MonkeyPatch, memory: Path
 ) -> None:
     source: Any = plane.prepare(WEIGHTS).update["source"]
-    whole, gone = piece_fetcher.get, threading.Event()
+    whole, gone = weights_http.get, threading.Event()
 
     def cut(url: str, path: str, *args: Any, **limits: Any) -> bytes:
         if not path.endswith("pieces") and not gone.is_set():

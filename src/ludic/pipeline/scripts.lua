@@ -274,6 +274,11 @@ return {'ok', serial}
 redis.call('HSET', meta, 'ended', ARGV[4])
 return {'ok'}
 
+--- script offer guard
+-- what the machines of servers can fetch from the trainer now, as JSON (nothing: it has ended)
+redis.call('HSET', meta, 'offer', ARGV[4])
+return {'ok'}
+
 --- piece noted
 local noted = {servers = servers, roles = roles}
 
