@@ -413,6 +413,24 @@ def test_a_request_for_another_path_or_range_gets_nothing(policy: StoredPolicy) 
 
 
 @pytest.mark.parametrize(
+    ("key", "body", "why"),
+    [
+        ("another", b"{}", "status 401"),
+        (KEY, bytes((1 << 20) + 1), "http"),  # refused, or cut off while it is sent
+        (KEY, b"no JSON", "http"),  # it hangs up
+        (KEY, b'{"address": "http://x"}', "http"),
+    ],
+)
+def test_what_is_no_host_s_word_gets_nothing_and_the_next_is_heard(
+    host: Callable[..., PolicyFetcher], policy: StoredPolicy, key: str, body: bytes, why: str
+) -> None:
+    asked = (policy.url, f"/{policy.checksum}/pieces", key, None)
+    with pytest.raises(SourceError, match=why):
+        get(*asked, silence_s=20.0, until=float("inf"), body=body)
+    assert file_checksum(Path(host("a").fetch(policy).path)) == policy.checksum
+
+
+@pytest.mark.parametrize(
     ("setting", "address"),
     [
         ("10.0.0.5", ("10.0.0.5", 0)),

@@ -33,7 +33,7 @@ from ludic.plumbing.files import PIECE, piece_digests
 
 _log = logging.getLogger("ludic.pipeline")
 MISSING, HAS, CLAIMED = b"012"
-_MAX_MANIFEST = 1 << 24
+_MAX_MANIFEST, _MAX_ASKED = 1 << 24, 1 << 20
 _MAX_CONNECTIONS = 256
 _CLAIM_S = 15.0
 _CONNECT_S = 3.0
@@ -242,7 +242,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
-        self.do_GET(self.rfile.read(min(length, _MAX_MANIFEST)))
+        if 0 < length <= _MAX_ASKED:
+            self.do_GET(self.rfile.read(length))
+        else:
+            self.close_connection = True
+            self._answer(413, b"too long, or nothing")
 
     def do_GET(self, body: bytes = b"") -> None:
         signature = _signature(self.policies.key, self.path, body).encode()
