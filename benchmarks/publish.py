@@ -42,6 +42,7 @@ import torch
 from benchmarks.two_hosts import Hosts, NoNamespacesError
 from benchmarks.vllm import GRAPHS, qwen2_half_billion
 from ludic.distributed.background import BackgroundPublisher, in_background
+from ludic.distributed.interfaces import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.distributed.weights_http import PolicyServer
@@ -125,6 +126,29 @@ def timed(start: float, wait: float, end: float, pause: float, sent: float) -> F
     return {"trainer_wait_s": wait, "pause_s": pause, "total_s": end - start, "bytes": sent}
 
 
+async def trainer_publishes(
+    policy: Policy, publisher: PolicyPublisher
+) -> tuple[float, float, float]:
+    """Publishes the next version as a run does, and goes on with a pass. Returns when that began,
+    for how long it held the trainer, and when it was done."""
+    version = policy.step()
+    wait_for(policy.model.parameters())  # as an optimizer step ends
+    start = time.time()
+    await publisher.publish(ModelWeights(policy.model), version)
+    wait = time.time() - start
+
+    async def settled() -> float:
+        await publisher.settle()
+        return time.time()
+
+    settling = asyncio.create_task(settled())
+    await asyncio.to_thread(policy.pass_through)
+    ready = time.time()
+    async with publisher.updating():
+        wait += time.time() - ready
+    return start, wait, await settling
+
+
 async def in_process(policy: Policy, times: int) -> Figures:
     """To an engine that shares the module."""
     rows = []
@@ -169,7 +193,7 @@ def actor(
 async def follow(url: str, run: str, address: str, model: Any, tokenizer: Any) -> None:
     """An actor's part: takes each policy into an engine, and says when it had it."""
     store = Store(PipelineConfig(url, run))
-    fetcher = PolicyFetcher(store, address=address)
+    fetcher = PolicyFetcher(store.config, address=address)
     last = 0
     async with LocalChatClient(model, tokenizer, max_slots=4, max_context_tokens=256) as client:
         print("ready", flush=True)
@@ -203,22 +227,14 @@ async def to_actor(
         raise LudicError("the actor did not start; what it said is above")
     publisher, rows = in_background(inner, held=True), []
     for _ in range(times):
-        before, version = travelled(), policy.step()
-        wait_for(policy.model.parameters())  # as an optimizer step ends
-        start = time.time()
-        await publisher.publish(ModelWeights(policy.model), version)
-        wait = time.time() - start
-        await asyncio.to_thread(policy.pass_through)
-        ready = time.time()
-        async with publisher.updating():
-            wait += time.time() - ready
-        await publisher.settle()
+        before = travelled()
+        start, wait, _ = await trainer_publishes(policy, publisher)
         line = await asyncio.wait_for(asyncio.to_thread(output.readline), WAIT_S)
         if not line:
             raise LudicError("the actor ended; what it said is above")
         taken, end, pause = json.loads(line)
-        if taken != version:
-            raise LudicError(f"the actor took version {taken}, and {version} was published")
+        if taken != policy.version:
+            raise LudicError(f"the actor took version {taken}, and {policy.version} was published")
         rows.append(timed(start, wait, end, pause, travelled() - before))
     return medians(rows)
 
@@ -274,7 +290,7 @@ async def to_vllm(policy: Policy, times: int, url: str, kind: str, running: int)
             differences=kind == "difference",
             plane="ipc" if on_gpu else "auto",
         )
-        publisher = BackgroundPublisher(inner, timeout_s=WAIT_S)
+        publisher = BackgroundPublisher(inner, timeout_s=WAIT_S, held=True)
         asked, config = list[asyncio.Task[int]](), policy.model.config
         long = min(1024, config.max_position_embeddings - 64)
         for number in range(times):
@@ -287,16 +303,11 @@ async def to_vllm(policy: Policy, times: int, url: str, kind: str, running: int)
                 await asyncio.sleep(1.0)
                 if all(task.done() for task in asked):
                     raise LudicError("the requests ended before all publishes: ask for longer ones")
-            version = policy.step()
-            wait_for(policy.model.parameters())  # as an optimizer step ends
-            start = time.time()
-            await publisher.publish(ModelWeights(policy.model), version)
-            wait = time.time() - start
-            await publisher.settle()
+            start, wait, end = await trainer_publishes(policy, publisher)
             report = publisher.last
             assert report is not None
             pause = report.details["stall_s"]
-            rows.append(timed(start, wait, time.time(), pause, report.bytes))
+            rows.append(timed(start, wait, end, pause, report.bytes))
             say(f"{kind}, {report.details['plane']}: {json.dumps(rows[-1])}")
             stages = {name: round(took, 4) for name, took in report.details["stages"].items()}
             say(f"  {json.dumps(stages)}")
