@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -156,19 +157,82 @@ def test_a_server_that_ends_early_is_quoted(
         pass
 
 
+HEALTH = """
+import http.server, pathlib, sys
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(int(pathlib.Path(sys.argv[2]).read_text()))
+        self.end_headers()
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+def answering_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: Path
+) -> tuple[VLLMServer, int]:
+    """A server that answers /health with what `status` holds, once it holds anything; its pid."""
+    server = shell_server(tmp_path, "", monkeypatch)
+    command = [sys.executable, "-c", HEALTH, str(server.settings.port), str(status)]
+    monkeypatch.setattr(vllm_server, "command_line", lambda *_: command)
+    server.start()
+    assert server.process is not None
+    return server, server.process.pid
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="sessions share the processor on Linux only")
-def test_the_cpu_build_gives_way_to_the_trainer(
+def test_the_cpu_build_gives_way_to_the_trainer_once_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = shell_server(tmp_path, "sleep 300", monkeypatch)
-    server.start()
+    status = tmp_path / "status"
+    status.write_text("200")
+    server, pid = answering_server(tmp_path, monkeypatch, status)
     try:
-        assert server.process is not None
-        pid = server.process.pid
-        assert os.getpriority(os.PRIO_PROCESS, pid) >= os.getpriority(os.PRIO_PROCESS, 0) + 1
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == own
+        server.wait_until_healthy()
+        assert os.getpriority(os.PRIO_PROCESS, pid) >= own + 1
         group = Path(f"/proc/{pid}/autogroup")
         if group.is_file() and group.read_text().strip():
             assert group.read_text().split()[-1] == "10"
+    finally:
+        server.stop()
+
+
+def test_a_server_whose_engine_has_died_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "_LOOK_EVERY_S", 0.01)
+    status = tmp_path / "status"
+    status.write_text("200")
+    server, pid = answering_server(tmp_path, monkeypatch, status)
+    try:
+        server.wait_until_healthy()
+        status.write_text("503")
+        assert server.wait() == -signal.SIGKILL
+        assert all_end([pid], 0)
+    finally:
+        server.stop()
+
+
+def test_a_server_that_is_ill_for_a_moment_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "_LOOK_EVERY_S", 0.01)
+    server = shell_server(tmp_path, "read -r line; sleep 300", monkeypatch)
+    looks = iter(["dead", "dead", "unknown", "dead", "dead", "good", "dead", "unknown"])
+
+    def health(_: VLLMServer) -> str:
+        try:
+            return next(looks)
+        except StopIteration:
+            assert server.process is not None
+            os.killpg(server.process.pid, signal.SIGTERM)
+            return "good"
+
+    monkeypatch.setattr(VLLMServer, "_health", health)
+    server.start()
+    try:
+        assert server.wait() == -signal.SIGTERM
     finally:
         server.stop()
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, MissingExtraError
 from ludic.inference.vllm.flags import ServerSettings as ServerSettings
@@ -35,6 +35,8 @@ from ludic.inference.vllm.flags import command_line as command_line
 from ludic.inference.vllm.flags import environment as environment
 
 _GRACE_S = 20
+_LOOK_EVERY_S, _LOOKS = 5.0, 3
+"""How often a server's health is looked at, and how many bad looks in a row end it."""
 # The server, and beside it in its group a watcher, which waits on a pipe that this process holds:
 # a line says that the server was ended; without one this process is gone, however it went. Then
 # it ends the group ($$, kindly first) and removes the folder ($0).
@@ -114,12 +116,9 @@ class VLLMServer:
                 env=environment(self.settings, self.build, self._folder / "plugin"),
                 start_new_session=True,  # one group, so that its workers can be ended with it
             )
-        if self.build.cpu:
-            _give_way(self.process.pid)
 
     def wait_until_healthy(self) -> None:
         """Returns when the server answers; raises with the reason when it ended or is too late."""
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         deadline = time.monotonic() + self.start_timeout_s
         while time.monotonic() < deadline:
             process = self.process  # `stop` may be called meanwhile, from another thread
@@ -130,15 +129,38 @@ class VLLMServer:
                     f"vLLM {self.build.version} ended with status {process.returncode} before it "
                     f"was healthy. Its last words:\n{self.last_words()}"
                 )
-            try:
-                with direct.open(f"{self.url}/health", timeout=5) as answer:
-                    if answer.status == 200:
-                        return
-            except (urllib.error.URLError, OSError):
-                pass
+            if self._health() == "good":
+                if self.build.cpu:
+                    _give_way(process.pid)
+                return
             time.sleep(0.25)
         whom = f"{self.url}; its last words:\n{self.last_words()}"
         raise DeadlineError("a healthy vLLM server", whom, self.start_timeout_s)
+
+    def wait(self) -> int:
+        """Waits until the server has ended, and returns its exit status. One whose engine has died
+        is ended: vLLM's own process may outlive it by minutes, and answers nobody."""
+        process, looks = self.process, 0
+        assert process is not None
+        while looks < _LOOKS:
+            try:
+                return process.wait(timeout=_LOOK_EVERY_S)
+            except subprocess.TimeoutExpired:
+                looks = looks + 1 if self._health() == "dead" else 0
+        self.kill()
+        return process.returncode
+
+    def _health(self) -> Literal["good", "dead", "unknown"]:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with direct.open(f"{self.url}/health", timeout=5) as answer:
+                return "good" if answer.status == 200 else "unknown"
+        except urllib.error.HTTPError:  # 503: the engine is gone
+            return "dead"
+        except urllib.error.URLError as exc:
+            return "dead" if isinstance(exc.reason, ConnectionRefusedError) else "unknown"
+        except OSError:
+            return "unknown"
 
     def last_words(self, lines: int = 25) -> str:
         """The end of the log, errors first where there are any."""
@@ -189,9 +211,10 @@ def _port_is_taken(host: str, port: int) -> bool:
 
 def _give_way(leader: int) -> None:
     """vLLM's processes wait for each other by spinning. On a few cores they would keep the trainer
-    from running, for seconds at a time: so their session gets a smaller share than others."""
+    from running, for seconds at a time: so once it serves, its group and session get a smaller
+    share than others. Until then it has work to do, and a deadline."""
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, leader, 10)
+        os.setpriority(os.PRIO_PGRP, leader, 10)
     with suppress(OSError):  # Linux shares among sessions first, and among their processes then
         Path(f"/proc/{leader}/autogroup").write_text("10")
 
@@ -293,8 +316,7 @@ def main(
     try:
         with server, while_healthy(server.url):
             print(f"{server.url} is healthy after {time.monotonic() - began:.0f} s", flush=True)
-            assert server.process is not None
-            code = server.process.wait()
+            code = server.wait()
             print(f"the server ended with status {code}:\n{server.last_words()}", file=sys.stderr)
             return code or 1
     except KeyboardInterrupt:
