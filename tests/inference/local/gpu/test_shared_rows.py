@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from ludic.inference.local import LocalChatClient, build
 from ludic.inference.local.attention import rotate
 from ludic.inference.local.gpu import prefill
+from ludic.inference.local.gpu.device_batch import DeviceBatch, GraphCache
+from ludic.inference.local.gpu.layouts import RowsLayout
 from tests.inference.local.asking import plain_logprobs, request
 from tests.inference.local.test_families import family
 
@@ -136,12 +138,34 @@ def test_few_long_rows_are_shared_and_many_or_short_ones_are_not(kernels: Any) -
     assert attention.parts_for(128 * heads, 16_448, h200) == 1
     assert attention.parts_for(8 * heads, 384, h200) == 1
     assert attention.parts_for(8 * heads, 16_448, h200) == 16
+    assert attention.parts_for(16 * heads, 16_448, h200) == 8
+    assert attention.parts_for(16 * heads, 1024, h200) == 1
     for slots in range(1, 200):
         for length in (64, 1024, 4096, 131_072):
             parts = attention.parts_for(slots * heads, length, h200)
             assert parts == 1 or parts * attention._LEAST_RUN <= length
             assert parts <= attention._MOST_PARTS
     assert kernels.row_parts(8, heads, 16_448, torch.device("cpu")) == 1
+
+
+def test_the_last_rows_of_a_large_engine_are_shared(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "row_parts", lambda rows, *_: 64 // rows)
+    arena = SimpleNamespace(
+        kv=torch.zeros(1), length=16_448, shape=SimpleNamespace(kv_heads=2), tenants=[]
+    )
+    graphs = GraphCache(torch.device("cpu"), capture=False, weights=list)
+    shared: list[tuple[int, int]] = []
+
+    def forward(ids: Any, positions: Any, layout: RowsLayout) -> torch.Tensor:
+        shared.append((ids.shape[1], layout.parts))
+        return torch.zeros(ids.shape[1], 8)
+
+    batch = DeviceBatch(cast(Any, forward), cast(Any, arena), 64, 8, graphs, kernels)
+    for running in (64, 40, 20, 3):
+        batch.step_logits(*batch.sizes(running, 100))
+    assert shared == [(64, 1), (64, 1), (32, 2), (16, 4)]
 
 
 async def test_an_engine_that_shares_rows_gives_the_logprobs_of_a_plain_pass(

@@ -113,9 +113,13 @@ class DeviceBatch:
         self.row_sizes = row_buckets(slots)
         # A kernel reads no further than each row's position: one graph does for every length.
         self.lengths = [arena.length] if kernels is not None else length_buckets(arena.length)
-        self.parts = 1
+        self.parts = dict.fromkeys(self.row_sizes, 1)
+        """By the rows of a step: how many programs share one."""
         if kernels is not None:
-            self.parts = kernels.row_parts(slots, arena.shape.kv_heads, arena.length, device)
+            for rows in self.row_sizes:
+                self.parts[rows] = kernels.row_parts(
+                    rows, arena.shape.kv_heads, arena.length, device
+                )
 
     def set_rows(self, sequences: list[Sequence]) -> None:
         """Writes the state of slots whose sequence is ready to decode."""
@@ -185,6 +189,6 @@ class DeviceBatch:
 
     def _forward(self, rows: int, length: int) -> Tensor:
         layout = RowsLayout(
-            self.arena.kv, rows, length, self.positions[:rows], self.kernels, self.parts
+            self.arena.kv, rows, length, self.positions[:rows], self.kernels, self.parts[rows]
         )
         return self.forward(self.ids[None, :rows], self.positions[None, :rows], layout)

@@ -23,6 +23,8 @@ _PROGRAMS = 2
 """How many programs there are then for each multiprocessor, at most, when all rows are full."""
 _LEAST_RUN = 512
 """Fewer tokens than this are not worth a program of their own."""
+_LEAST_PARTS = 4
+"""Fewer parts are not worth another launch to merge them."""
 _MOST_PARTS = 64
 """A program of the merging kernel holds all parts of a head at once."""
 
@@ -206,20 +208,21 @@ def _merge_kernel(
     tl.store(out + (row * heads + head) * DIM + dim, result.to(out.dtype.element_ty))
 
 
-def row_parts(slots: int, kv_heads: int, length: int, device: torch.device) -> int:
-    """How many programs may share a row of an engine with these slots. It follows from what stays
-    while the engine lives: how a row is added up must not depend on who else is there."""
+def row_parts(rows: int, kv_heads: int, length: int, device: torch.device) -> int:
+    """How many programs may share a row in a step of so many rows, whose slots have this length.
+    That follows from the size of the step, like its products' tiles, and not from who is in it."""
     if device.type != "cuda":
         return 1
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return parts_for(slots * kv_heads, length, processors)
+    return parts_for(rows * kv_heads, length, processors)
 
 
 def parts_for(programs: int, length: int, processors: int) -> int:
     """`row_parts` where whole rows would be so many programs."""
     if _IDLE * programs > processors:
         return 1
-    return max(1, min(_PROGRAMS * processors // programs, length // _LEAST_RUN, _MOST_PARTS))
+    parts = min(_PROGRAMS * processors // programs, length // _LEAST_RUN, _MOST_PARTS)
+    return parts if parts >= _LEAST_PARTS else 1
 
 
 def attend_rows(
