@@ -155,8 +155,21 @@ def run_ranks(
     timeout_s: float = 400,
     where: Path = ROOT,
 ) -> str:
-    """Runs a script on ranks of one host, with the variables that torchrun sets; returns what they
-    printed. When one fails the others are killed."""
+    """What the ranks of `end_ranks` printed, none of which may fail."""
+    codes, texts = end_ranks(script, *arguments, ranks=ranks, timeout_s=timeout_s, where=where)
+    assert not any(codes), f"exit codes {codes}\n" + "\n".join(text[-4000:] for text in texts)
+    return "".join(texts)
+
+
+def end_ranks(
+    script: Path | str,
+    *arguments: object,
+    ranks: int = 2,
+    timeout_s: float = 400,
+    where: Path = ROOT,
+) -> tuple[list[int | None], list[str]]:
+    """Runs a script on ranks of one host, with the variables that torchrun sets; returns how each
+    ended and what it printed. When one fails the others are told to end, and killed 30 s later."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
@@ -181,9 +194,9 @@ def run_ranks(
                 break
             running = [process for process in running if process.exitcode is None]
         for process in running:
+            process.terminate()
+        for process in running:
+            process.join(30)
             process.kill()
             process.join()
-        texts = [file.read_text() if file.exists() else "" for file in files]
-    codes = [process.exitcode for process in processes]
-    assert not any(codes), f"exit codes {codes}\n" + "\n".join(text[-4000:] for text in texts)
-    return "".join(texts)
+        return [process.exitcode for process in processes], [file.read_text() for file in files]
