@@ -1,7 +1,8 @@
 """Scripts in processes forked from one that has imported torch and transformers already.
 
 An interpreter of its own spends more on these imports than most scripts on their work. Not for a
-test that looks at how a process starts or ends: a fork leaves without the interpreter's shutdown.
+test that looks at how the interpreter starts or shuts down: a fork leaves without `atexit`, and
+what is read from the environment on import (Hugging Face's addresses) stays as it was.
 """
 
 from __future__ import annotations

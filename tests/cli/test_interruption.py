@@ -177,7 +177,7 @@ def test_a_second_ctrl_c_ends_a_run_whose_environment_holds_the_event_loop(tmp_p
     with forked(where, "train", "letters.toml", "--out", "run") as process:
         deadline = time.monotonic() + 300
         while not (where / "stuck").exists():
-            assert process.poll() is None, process.communicate()
+            assert process.poll() is None, process.communicate(timeout=60)
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)

@@ -212,7 +212,6 @@ class _Handler(BaseHTTPRequestHandler):
     """`GET /CHECKSUM/pieces` is a manifest, `GET /CHECKSUM` with a range is a part of the file."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # a small body would wait until its head is acknowledged
     policies: PolicyServer
 
     def log_message(self, format: str, *args: Any) -> None:
