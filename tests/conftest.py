@@ -31,6 +31,10 @@ if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(Path("/dev").glob("nv
     # (not on a GPU, where the checks would come between torch.compile and what it compiles).
     check_shapes()
 
+# No test cuts the power, and thousands of waits for the disk would show nothing. Tests of what is
+# synced, and in which order, put a function of their own here.
+os.fsync = os.fstat  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 

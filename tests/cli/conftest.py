@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ludic.cli import main
-from tests.forked import start
+from tests.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -151,17 +151,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("trained")
     (where / "letters.py").write_text(LETTERS)
     (where / "letters.toml").write_text(RUN)
-    script, printed = ROOT / "src/ludic/__main__.py", where / "printed"
-    words = ("train", "letters.toml", "--out", "done")
-    process = start(script, *words, where=where, printed=printed)
-    process.join(300)
-    assert process.exitcode == 0, printed.read_text()
+    process = Forked("ludic", "train", "letters.toml", "--out", "done", where=where)
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, text
     return where / "done"
 
 
 def environment() -> dict[str, str]:
     """For commands in a process of their own: this source, one thread."""
     return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+@contextlib.contextmanager
+def forked(where: Path, *arguments: str) -> Iterator[Forked]:
+    """`ludic` in a process that has its imports already, gone at the end whatever happens."""
+    process = Forked("ludic", *arguments, where=where)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+        process.stdout.close()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from ludic.rollouts import read_rollouts
-from tests.cli.conftest import LETTERS, RUN, Ludic, started
+from tests.cli.conftest import LETTERS, RUN, Ludic, forked, started
+from tests.forked import Forked
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -26,7 +27,7 @@ def written(where: Path) -> Path:
     return where
 
 
-def line_with(process: subprocess.Popen[str], word: str) -> str:
+def line_with(process: subprocess.Popen[str] | Forked, word: str) -> str:
     """Reads until a line has `word`."""
     assert process.stdout is not None
     for line in process.stdout:
@@ -70,7 +71,7 @@ def kill_at_random(where: Path, rng: random.Random) -> bool:
     was still running."""
     begun = (where / "run" / "origin.json").is_file()
     arguments = ["--resume", "run"] if begun else ["letters.toml", "--out", "run"]
-    with started(where, "train", *arguments) as process:
+    with forked(where, "train", *arguments) as process:
         line_with(process, "parameters")
         time.sleep(rng.uniform(0.0, 1.5))
         landed = process.poll() is None
@@ -107,7 +108,7 @@ def test_twenty_kills_at_random_moments_change_nothing(
 def test_a_kill_within_a_step_is_made_up_for(ludic: Ludic, tmp_path: Path, trained: Path) -> None:
     """Killed when the second update's rollouts were written and its checkpoint was not."""
     where = written(tmp_path / "killed")
-    with started(where, "train", "letters.toml", "--out", "run") as process:
+    with forked(where, "train", "letters.toml", "--out", "run") as process:
         line_with(process, "step      2  outcome/right")
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=30)
@@ -139,7 +140,7 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint_and_the_run_can_go_on(
 def test_ctrl_c_during_an_evaluation_does_not_begin_the_next_stage(tmp_path: Path) -> None:
     where = written(tmp_path / "stopped")
     arguments = ["letters.toml", "eval.episodes=20000", "--out", "run"]
-    with started(where, "train", *arguments) as process:
+    with forked(where, "train", *arguments) as process:
         line_with(process, "parameters")
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
@@ -173,10 +174,10 @@ def test_a_second_ctrl_c_ends_a_run_whose_environment_holds_the_event_loop(tmp_p
     (where / "letters.py").write_text(
         LETTERS.replace("right = action", f"{forever}\n        right = action")
     )
-    with started(where, "train", "letters.toml", "--out", "run") as process:
+    with forked(where, "train", "letters.toml", "--out", "run") as process:
         deadline = time.monotonic() + 300
         while not (where / "stuck").exists():
-            assert process.poll() is None, process.communicate()
+            assert process.poll() is None, process.communicate(timeout=60)
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import LETTERS, RUN, Ludic, environment
+from tests.cli.conftest import LETTERS, RUN, Ludic
 from tests.cli.test_bad_input import check
+from tests.forked import Forked
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -52,16 +51,10 @@ def make_parser():
 '''
 
 
-def ludic_in(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ludic", *arguments],
-        cwd=where,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+def ludic_in(where: Path, *arguments: str) -> None:
+    process = Forked("ludic", *arguments, where=where)
+    text, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, text
 
 
 def test_a_run_with_parts_by_place_by_name_and_by_entry_point_is_trained_and_resumed(
@@ -86,13 +79,11 @@ def test_a_run_with_parts_by_place_by_name_and_by_entry_point_is_trained_and_res
     (announced / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (announced / "entry_points.txt").write_text("[ludic.algorithms]\nannounced = parts:make_mine\n")
     few = ["sft.steps=1", "eval.episodes=2", "training.steps=1"]
-    done = ludic_in(tmp_path, "train", "run.toml", *few, "--out", "run")
-    assert done.returncode == 0, done.stdout + done.stderr
+    ludic_in(tmp_path, "train", "run.toml", *few, "--out", "run")
     # From another folder, by the folder alone.
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    done = ludic_in(elsewhere, "train", "--resume", "../run", "training.steps=2")
-    assert done.returncode == 0, done.stdout + done.stderr
+    ludic_in(elsewhere, "train", "--resume", "../run", "training.steps=2")
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["train/step"] for line in lines] == [1, 2]
 

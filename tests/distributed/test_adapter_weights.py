@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
 from ludic.runs.vllm_backend import save_for_vllm
 from ludic.sharding.weights import plain_name
+from tests.forked import Forked
 
 IDS = torch.arange(12)[None]
 
@@ -142,19 +141,22 @@ def test_folders_are_private_and_gone_with_their_owner(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def test_what_a_killed_process_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_what_a_killed_process_leaves_is_removed_by_the_next(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     code = (
         "import sys, time; from ludic.distributed.vllm.adapter_payload import AdapterFolders;"
         "f = AdapterFolders(sys.argv[1]); (f.path / 'v1').mkdir(); print('up', flush=True);"
         "time.sleep(300)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"up\n"
-        (theirs,) = tmp_path.iterdir()
-        assert not is_abandoned(theirs)
-        process.send_signal(signal.SIGKILL)
+    script = tmp_path_factory.mktemp("script") / "killed.py"
+    script.write_text(code)
+    process = Forked(script, tmp_path, where=tmp_path)
+    assert process.stdout.readline() == "up\n"
+    (theirs,) = tmp_path.iterdir()
+    assert not is_abandoned(theirs)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
     assert is_abandoned(theirs)
     folders = AdapterFolders(tmp_path)
     assert os.listdir(tmp_path) == [folders.path.name]

@@ -23,6 +23,7 @@ from ludic.runs.pipeline.acting import accepted
 from ludic.runs.run import Run
 from ludic.runs.storage import rollout_file, token_file
 from ludic.types import EnvSpec, ProtocolSpec
+from tests.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -44,14 +45,8 @@ def environment() -> dict[str, str]:
 @pytest.mark.timeout(600)
 def test_one_command_starts_everything_shows_it_and_ends_it(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run = subprocess.Popen(
-        ludic("train", "tic-tac-toe", "--async", "--out", str(out), "pipeline.actors=1", *SMALL),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words = ("train", "tic-tac-toe", "--async", "--out", out, "pipeline.actors=1", *SMALL)
+    run = Forked("ludic", *words, where=tmp_path, environment=environment())
     try:
         while not (out / "pipeline.json").is_file() and run.poll() is None:
             time.sleep(0.1)

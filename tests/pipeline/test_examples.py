@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ludic.pipeline import LocalRedis
+from tests.forked import Forked
 
 pytestmark = [pytest.mark.redis, pytest.mark.integration]
 
@@ -23,14 +24,9 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS":
 def test_the_example_trains_on_what_its_actor_samples(tmp_path: Path, server: LocalRedis) -> None:
     options = ["--run", "example", "--folder", str(tmp_path), "--steps", "3"]
     folder = ROOT / "examples" / "pipeline_rl"
+    url = {"LUDIC_REDIS_URL": server.url}  # not in `ps`
     actor, trainer = (
-        subprocess.Popen(
-            [sys.executable, str(folder / name), *options],
-            env={**ENVIRONMENT, "LUDIC_REDIS_URL": server.url},  # not in `ps`
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        Forked(folder / name, *options, where=tmp_path, environment=url)
         for name in ("run_actor.py", "run_trainer.py")
     )
     try:

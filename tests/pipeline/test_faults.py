@@ -20,6 +20,7 @@ from ludic.errors import PipelineError, SchemaVersionError
 from ludic.pipeline import LocalRedis, PipelineConfig, TrainerLease
 from ludic.pipeline.messages import Group, group_message
 from ludic.pipeline.store import Store, entries
+from tests.forked import Forked
 from tests.pipeline.cut import Line
 from tests.pipeline.test_batch_source import acting, announced, units_of, until
 from tests.pipeline.world import make_source, server_of
@@ -220,10 +221,11 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 async def test_an_actor_with_a_clock_an_hour_off_works_like_any_other(
-    config: PipelineConfig, store: Store
+    config: PipelineConfig, store: Store, tmp_path: Path
 ) -> None:
     source = await announced(make_source(config, lease_s=20.0, wait_s=110.0))
-    actor = start("-c", LATE, config.url, config.run)
+    (tmp_path / "late.py").write_text(LATE)
+    actor = Forked(tmp_path / "late.py", config.url, config.run, where=ROOT)
     try:
         assert units_of(await source.next_batch()) == [0, 1]
         facts = store.facts()
@@ -232,7 +234,7 @@ async def test_an_actor_with_a_clock_an_hour_off_works_like_any_other(
     finally:
         await source.close("the test is over")
         actor.kill()
-        actor.communicate()
+        actor.communicate(timeout=60)
 
 
 async def test_an_actor_that_leaves_finishes_what_it_has_begun(

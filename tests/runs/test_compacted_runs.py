@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from ludic.rollouts import read_rollouts, read_token_log
 from ludic.runs.playing import replay_file
 from ludic.runs.storage import rollout_file, token_file
 from ludic.types import Rollout
+from tests.forked import Forked
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -77,17 +76,6 @@ WORDS = ["Go.", "Sum.", "user\n", "assistant\n", CUT_FEEDBACK, AGAIN, " turns we
 RUN_FILE = RUN_FILE.replace("STOPS", str(list(range(33, 200)))).replace("WORDS", json.dumps(WORDS))
 
 
-def command(*arguments: str) -> subprocess.Popen[str]:
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    return subprocess.Popen(
-        [sys.executable, "-m", "ludic", *arguments],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 def played(folder: Path) -> dict[str, Rollout]:
     return {r.id: r for r in read_rollouts(rollout_file(folder / "rollouts", "train"))}
 
@@ -121,7 +109,7 @@ def test_workers_and_a_killed_and_resumed_run_end_with_the_same_weights(
     ludic.Run.from_file(run_file, ["training.workers=2"], out=workers).go()
     assert timeless(played(workers)) == timeless(rollouts)
 
-    run = command("train", run_file, "--out", str(broken))
+    run = Forked("ludic", "train", run_file, "--out", broken, where=ROOT)
     metrics = broken / "metrics.jsonl"
     deadline = time.monotonic() + 300
     while run.poll() is None and time.monotonic() < deadline:
@@ -129,7 +117,7 @@ def test_workers_and_a_killed_and_resumed_run_end_with_the_same_weights(
             break
         time.sleep(0.02)
     run.send_signal(signal.SIGKILL)
-    run.communicate()
+    run.communicate(timeout=60)
     ludic.Run.from_folder(broken).go()
     assert timeless(played(broken)) == timeless(rollouts)
     found = [sorted(folder.glob("**/model.safetensors"))[-1] for folder in (whole, workers, broken)]
@@ -174,7 +162,9 @@ def test_summaries_without_credit_are_not_trained_on(run_file: str, tmp_path: Pa
 @pytest.mark.redis
 def test_over_redis(run_file: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = command("train", run_file, "--async", "--out", str(out), "pipeline.actors=1")
+    words = ("train", run_file, "--async", "--out", out, "pipeline.actors=1")
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])  # for the actor
+    process = Forked("ludic", *words, where=ROOT, environment={"PYTHONPATH": paths})
     try:
         output, _ = process.communicate(timeout=400)
     finally:

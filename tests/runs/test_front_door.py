@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import pytest
 
 import ludic
 from ludic.eval import EvalReport
-from tests.cli.conftest import environment
+from tests.forked import Forked
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -113,17 +112,11 @@ class Scripted:
         return EvalReport.from_dict(json.loads(text))
 
 
-def python(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=where,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+def ended(where: Path, script: Path | str, *arguments: str) -> tuple[int | None, str]:
+    """How a program in a process of its own ended, and what it printed."""
+    process = Forked(script, *arguments, where=where)
+    text, _ = process.communicate(timeout=500)
+    return process.returncode, text
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +124,9 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Scripted:
     where = tmp_path_factory.mktemp("scripted")
     (where / "guess.py").write_text(SCRIPT)
     (where / "guess.toml").write_text(RUN)
-    done = python(where, "guess.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Scripted(where, done.stdout)
+    code, text = ended(where, where / "guess.py")
+    assert code == 0, text
+    return Scripted(where, text)
 
 
 @pytest.fixture
@@ -163,8 +156,8 @@ def test_a_script_with_its_own_environment_learns_and_its_report_says_so(
 
 
 def test_the_same_run_from_a_run_file_gives_the_same_bits(scripted: Scripted) -> None:
-    done = python(scripted.where, "-m", "ludic", "train", "guess.toml", "--out", "filed")
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, text = ended(scripted.where, "ludic", "train", "guess.toml", "--out", "filed")
+    assert code == 0, text
     weights = [
         f"checkpoints/{s}/model/model.safetensors"
         for s in ("sft/step-00000030", "rl/step-00000012")
@@ -185,11 +178,11 @@ def test_a_commands_needs_what_only_the_script_had_and_says_so_in_a_sentence(
     assert stored["protocol"]["kwargs"]["parser"] == {"kind": "xml", "tag": "move"}
     assert stored["algorithm"]["kwargs"] == {"group_size": 8}
     for command in (["train", "--resume", "scripted"], ["eval", "scripted"]):
-        done = python(scripted.where, "-m", "ludic", *command)
-        assert done.returncode == 2
-        assert done.stderr.startswith("ludic: scripted was started from a script")
-        assert done.stderr.count("\n") == 1
-        assert "ludic.resume('scripted', env=…, sft=…)" in done.stderr
+        code, text = ended(scripted.where, "ludic", *command)
+        assert code == 2
+        assert text.startswith("ludic: scripted was started from a script")
+        assert text.count("\n") == 1
+        assert "ludic.resume('scripted', env=…, sft=…)" in text
 
 
 def test_a_run_goes_on_with_the_objects_given_again(here: Path) -> None:

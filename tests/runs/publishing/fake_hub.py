@@ -239,6 +239,7 @@ def _oid(name: str, content: bytes) -> str:
 class Handler(BaseHTTPRequestHandler):
     hub: FakeHub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body is sent after its head, and would wait for an answer
 
     def log_message(self, *_: Any) -> None:
         """Says nothing."""
@@ -319,7 +320,7 @@ def running_hub() -> Iterator[FakeHub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield hub

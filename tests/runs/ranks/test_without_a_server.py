@@ -18,10 +18,9 @@ from ludic.runs.ranks import NoSampler, gathered_copy, samples
 from ludic.runs.settings import parse_run
 from ludic.sharding.ranks import Launched
 from ludic.sharding.weights import ModelWeights
-from tests.forked import ROOT, run_ranks
+from tests.forked import run_ranks
 from tests.runs.ranks.test_command import LESSONS, reports
 
-LUDIC = ROOT / "src/ludic/__main__.py"
 RUN = """\
 [model]
 name = "tiny"
@@ -69,7 +68,7 @@ def write(where: Path, more: str = "") -> None:
 @pytest.mark.parametrize("adapter", [False, True])
 def test_two_cpu_ranks_sample_from_a_gathered_copy(tmp_path: Path, adapter: bool) -> None:
     write(tmp_path, "\n[model.lora]\nrank = 2\n" if adapter else "")
-    out = run_ranks(LUDIC, "train", "run.toml", "--out", "two", where=tmp_path)
+    out = run_ranks("ludic", "train", "run.toml", "--out", "two", where=tmp_path)
     assert out.count("sampled from a copy that is gathered on rank 0 after every update") == 1
     lines = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").open()]
     trained = [line for line in lines if "train/step" in line]
@@ -87,7 +86,7 @@ def test_two_cpu_ranks_sample_from_a_gathered_copy(tmp_path: Path, adapter: bool
 @pytest.mark.timeout(1200)
 def test_a_cold_start_on_two_ranks_needs_no_sampler(tmp_path: Path) -> None:
     write(tmp_path)
-    out = run_ranks(LUDIC, "sft", "run.toml", "--out", "two", where=tmp_path)
+    out = run_ranks("ludic", "sft", "run.toml", "--out", "two", where=tmp_path)
     assert not reports(out)
     assert "a cold start needs no sampler" in out
     assert "No held-out episode was played" in out
