@@ -51,11 +51,10 @@ class EnvRunner:
         env: LudicEnv[Any, Any, Any],
         *,
         step_timeout_s: float | None = 60.0,
-        name: str | None = None,
         threads: EnvThreads | None = None,
     ) -> None:
         self.env = env
-        self.name = name or getattr(env, "name", None) or type(env).__name__
+        self.name = getattr(env, "name", None) or type(env).__name__
         self.step_timeout_s = step_timeout_s
         self._threads = threads or shared_threads()
         self._agent_ids: tuple[AgentID, ...] = ()
