@@ -296,9 +296,8 @@ class Run:
 
     @Part
     def players(self) -> OtherPlayers:
-        return OtherPlayers(
-            self.config, self.tokenizer, episodes.inference_spec(self.config, trained_on=False)
-        )
+        inference = episodes.inference_spec(self.config, trained_on=False)
+        return OtherPlayers(self.config, self.tokenizer, inference)
 
     @Part
     def runtime(self) -> Runtime:
