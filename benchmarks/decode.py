@@ -25,52 +25,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.random_models import SHAPES, random_model
 from ludic.inference.local import LocalChatClient
 from ludic.inference.tiny import tiny_tokenizer
 
 NEEDS = ("gpu",)
-
-SHAPES = {
-    "0.5b": (896, 4864, 24, 14, 2, True),
-    "1.5b": (1536, 8960, 28, 12, 2, True),
-    "7b": (3584, 18944, 28, 28, 4, False),
-}
-"""Width, inner width, layers, heads, heads of keys and values, whether the head is tied."""
-
-
-def random_model(shape: str, rank: int) -> Any:
-    """A model of random weights on the GPU, with an adapter on every projection where `rank` is
-    above 0."""
-    width, inner, layers, heads, kv_heads, tied = SHAPES[shape]
-    config = Qwen2Config(
-        vocab_size=151_936 if tied else 152_064,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=tied,
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            model: Any = Qwen2ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    if not rank:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    adapted = get_peft_model(model, adapter, autocast_adapter_dtype=False)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.01)
-    return adapted
 
 
 def step_ms(client: LocalChatClient, rows: int, context: int) -> float:
@@ -94,6 +54,7 @@ def step_ms(client: LocalChatClient, rows: int, context: int) -> float:
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / 20)
+    batch.positions.zero_()
     return statistics.median(times)
 
 

@@ -24,28 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
+from benchmarks.decode import step_ms
+from benchmarks.random_models import SHAPES, qwen2, random_weights
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import SamplingConfig
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.types import ChatResponse
-
-
-def half_billion_config(vocab_size: int = 151_936) -> Qwen2Config:
-    """The shape of Qwen2.5-0.5B."""
-    return Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
 
 
 @dataclass(frozen=True)
@@ -161,11 +148,10 @@ def run_generate(model: Any, load: Load, vocab: int, turns: int) -> float:
 # The runs
 
 
-def half_billion() -> Any:
-    """A Qwen2 of 0.5B parameters, random, in bfloat16 on the GPU."""
-    with torch.device("cuda"), torch.random.fork_rng(devices=["cuda"]):
-        torch.manual_seed(0)
-        return Qwen2ForCausalLM(half_billion_config()).to(torch.bfloat16).eval()
+def half_billion(device: str = "cuda") -> Any:
+    """A Qwen2 of 0.5B parameters in bfloat16, the same random ones every time."""
+    torch.manual_seed(0)
+    return random_weights(qwen2(SHAPES["0.5b"], max_position_embeddings=8192), device).eval()
 
 
 def time_generate(model: Any, load: Load, *, turns: int, repeats: int) -> float:
@@ -207,6 +193,15 @@ def compared(name: str, load: Load, rate: float, hf_rate: float) -> float:
     return rate / hf_rate
 
 
+def figures(speedup: float, ragged: float, rate: float, ragged_rate: float) -> dict[str, Any]:
+    return {
+        "speedup_vs_hf": round(speedup, 2),
+        "ragged_speedup_vs_hf": round(ragged, 2),
+        "tokens_per_s": round(rate),
+        "ragged_tokens_per_s": round(ragged_rate),
+    }
+
+
 async def cpu(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     model, tokenizer = tiny_model(max_position_embeddings=2048), tiny_tokenizer()
@@ -221,37 +216,12 @@ async def cpu(args: argparse.Namespace) -> dict[str, Any]:
         ragged_rate = await time_engine(client, ragged, 258, repeats=args.repeats)
         hf_rate = time_generate(model, ragged, turns=4, repeats=args.repeats)
         ragged_speedup = compared("ragged", ragged, ragged_rate, hf_rate)
-    return {
-        "speedup_vs_hf": round(speedup, 2),
-        "ragged_speedup_vs_hf": round(ragged_speedup, 2),
-        "tokens_per_s": round(rate),
-        "ragged_tokens_per_s": round(ragged_rate),
-    }
+    return figures(speedup, ragged_speedup, rate, ragged_rate)
 
 
 def print_step_time(client: LocalChatClient, rows: int, length: int) -> None:
-    """Milliseconds of a decode step as a graph, with `length` tokens in every slot and nobody to
-    read them."""
-    batch = client._scheduler.batch  # type: ignore[attr-defined]
-    rows, bucket = batch.sizes(rows, length)
-    batch.positions.fill_(length - 1)
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    with torch.inference_mode(), torch.cuda.stream(stream):
-        for _ in range(5):
-            batch.step(rows, bucket)
-        begin.record()
-        for _ in range(50):
-            batch.step(rows, bucket)
-        end.record()
-        end.synchronize()
-    batch.positions.zero_()
-    print(
-        f"  a step of {rows} rows with {length} tokens each: {begin.elapsed_time(end) / 50:.2f} ms",
-        flush=True,
-    )
+    ms = step_ms(client, rows, length)
+    print(f"  a step of {rows} rows with {length} tokens each: {ms:.2f} ms", flush=True)
 
 
 async def check_on_gpu() -> None:
@@ -362,13 +332,8 @@ async def gpu(args: argparse.Namespace) -> dict[str, Any]:
         async with client.updating():
             for rows, length in ((16, 1024), (64, 1024), (256, 512), (256, 1024), (256, context)):
                 print_step_time(client, rows, length)
-    return {
-        "speedup_vs_hf": round(speedup, 2),
-        "ragged_speedup_vs_hf": round(ragged_speedup, 2),
-        "tokens_per_s": round(rate),
-        "ragged_tokens_per_s": round(ragged_rate),
-        "gpu": torch.cuda.get_device_name(),
-    }
+    found = figures(speedup, ragged_speedup, rate, ragged_rate)
+    return {**found, "gpu": torch.cuda.get_device_name()}
 
 
 def main() -> None:

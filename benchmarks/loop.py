@@ -49,9 +49,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 from benchmarks import gsm8k
-from benchmarks.decode import SHAPES
 from benchmarks.loop_meters import BusyMeter, DecodeClock, MemoryPeak, Stamps
-from benchmarks.random_models import random_folder
+from benchmarks.random_models import SHAPES, random_folder
 from benchmarks.trl_loop import trl_figures
 from ludic.inference import load_tokenizer
 from ludic.inference.local.build import build_scheduler

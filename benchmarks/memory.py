@@ -19,9 +19,8 @@ import time
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.decode import SHAPES, random_model
+from benchmarks.random_models import SHAPES, random_model
 from ludic.memory.plan import HEADROOM
 from ludic.sharding.world import World
 from ludic.training import TrainerConfig, make_algorithm
@@ -38,30 +37,6 @@ NEEDS = ("gpu",)
 GB = 1e9
 
 
-def model_of(shape: str, rank: int) -> Any:
-    """A model of random weights on the GPU."""
-    if shape != "135m":
-        return random_model(shape, rank)
-    config = LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
-    with torch.device("cuda"):
-        model: Any = LlamaForCausalLM(config).bfloat16()
-    if rank:
-        from peft import LoraConfig, get_peft_model
-
-        adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-        model = get_peft_model(model, adapter, autocast_adapter_dtype=False)
-    return model
-
-
 def measure(
     shape: str,
     rank: int,
@@ -74,7 +49,7 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]
-    model = model_of(shape, rank)
+    model = random_model(shape, rank)
     world = World(device=torch.device("cuda", 0))
     cfg = TrainerConfig(
         max_seq_len=length,

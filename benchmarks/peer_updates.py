@@ -12,7 +12,7 @@ import importlib.util
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -22,9 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from ludic.saw.items import SAWBatch, SAWItem
-
-Step = Callable[[], float]
-"""Takes one optimizer step over the whole batch; answers the loss."""
 
 
 def clipped_loss(logp: Tensor, old: Tensor, weight: Tensor, mask: Tensor, total: int) -> Tensor:

@@ -98,12 +98,7 @@ def logprob(position: int, token: int) -> float:
 
 def make_engine(latency_s: float = 0.0) -> tuple[RolloutEngine, ScriptedChatClient]:
     template = HFChatTemplate(tiny_tokenizer())
-    client = ScriptedChatClient(
-        reply,
-        template,
-        logprob=lambda i, t: NOISE[(i * 7919 + t * 104_729 + next(COUNT)) % len(NOISE)],
-        latency_s=latency_s,
-    )
+    client = ScriptedChatClient(reply, template, logprob=logprob, latency_s=latency_s)
     sampling = InferenceSpec(SamplingConfig(max_tokens=TOKENS))
     runtime = Runtime(client, template, "scripted", sampling)
     return RolloutEngine({"one_turn": make_env}, runtime=runtime), client

@@ -33,14 +33,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from benchmarks.two_hosts import Hosts, NoNamespacesError
-from benchmarks.vllm import GRAPHS, qwen2_half_billion
+from benchmarks.vllm import LOGS, qwen2_half_billion, server_for
 from ludic.distributed.background import BackgroundPublisher, in_background
 from ludic.distributed.interfaces import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
@@ -52,7 +52,6 @@ from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import SamplingConfig
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
 from ludic.pipeline import LocalRedis, PipelineConfig, PipelinePublisher, PolicyFolder, TrainerLease
 from ludic.pipeline.policies import StoredPolicy, load_policy
 from ludic.pipeline.store import Store
@@ -329,40 +328,31 @@ async def long_request(client: VLLMChatClient, number: int, tokens: int, vocabul
 
 
 def vllm(policy: Policy, args: argparse.Namespace) -> dict[str, Any]:
-    python = os.environ.get("LUDIC_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
     cuda = args.device == "cuda"
+    own = sys.executable if cuda else str(ROOT / ".venv-vllm/bin/python")
+    python = os.environ.get("LUDIC_VLLM_PYTHON") or own
     kinds = ["full"] if cuda else ["full", "difference"]
     kinds = args.kinds or [*kinds, *(["running"] if args.running else [])]
     figures: dict[str, Any] = dict.fromkeys(kinds)
     with tempfile.TemporaryDirectory() as folder:
         policy.model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
-        settings = ServerSettings(
-            folder,
-            served_name="policy",
-            port=free_port(),
-            max_model_len=min(2048, policy.model.config.max_position_embeddings),
-            max_num_seqs=max(8, 2 * args.running),
-            env={"HF_HUB_OFFLINE": "1"},
-        )
-        if cuda:
-            python = os.environ.get("LUDIC_VLLM_PYTHON") or sys.executable
-            graphs = ("--compilation-config", json.dumps(GRAPHS))
-            quiet = ("--uvicorn-log-level", "warning")
-            settings = replace(
-                settings, dtype="bfloat16", gpu_memory_utilization=0.3, extra=(*quiet, *graphs)
-            )
-        log = Path(os.environ.get("OUT") or tempfile.gettempdir()) / f"vllm-{settings.port}.log"
+        settings: dict[str, Any] = {
+            "dtype": "bfloat16" if cuda else None,
+            "max_model_len": min(2048, policy.model.config.max_position_embeddings),
+            "max_num_seqs": max(8, 2 * args.running),
+            "env": {"HF_HUB_OFFLINE": "1"},
+        }
         try:
             start = time.time()
-            with VLLMServer(settings, python=python, log=log) as server:
+            with server_for(folder, cuda, python, **settings) as server:
                 say(f"vLLM {server.build.version} was there after {time.time() - start:.0f} s")
                 for kind in figures:
                     figures[kind] = asyncio.run(
                         to_vllm(policy, args.times, server.url, kind, args.running)
                     )
         except (LudicError, ExceptionGroup) as exc:
-            say(f"no figures for vLLM: {exc!r}; its log is {log}")
+            say(f"no figures for vLLM: {exc!r}; its log is in {LOGS}")
     return figures
 
 

@@ -34,6 +34,7 @@ from typing import Any, TextIO
 
 from benchmarks.gsm8k import readme_text
 from benchmarks.real_runs import Job, all_jobs, write_sums
+from benchmarks.results import read_trl
 
 KEPT = ("run.json", "origin.json", "metrics.jsonl", "summary.json", "trl.json", "sft/metrics.jsonl")
 STOP_S, KILL_S = 30.0, 8.0
@@ -213,14 +214,8 @@ class Driver:
 
 def _write_trl(folder: Path, job: Job, text: str) -> None:
     """The updates of TRL's log, as `benchmarks.results` reads them."""
-    points, elapsed = [], 0.0
-    for line in text.splitlines():
-        if line.startswith('{"step"'):
-            update = json.loads(line)
-            elapsed += update["seconds"]
-            points.append([elapsed, update["reward"]])
     folder.mkdir(exist_ok=True)
-    runs = [{"name": job.label, "seed": job.seed, "points": points}]
+    runs = [{"name": job.label, "seed": job.seed, "points": read_trl(text)}]
     (folder / "trl.json").write_text(json.dumps({"runs": runs}))
 
 

@@ -17,17 +17,18 @@ from benchmarks.results import (
     METRIC,
     Series,
     draw,
+    figure_cell,
     grouped,
     how_it_was_run,
     read_run,
     read_study,
+    reports_of,
     runs_table,
-    spread,
     summary_table,
     table,
 )
 from ludic.eval import EvalReport, headline_of
-from ludic.runs.publishing.card import in_public, percent
+from ludic.runs.publishing.card import in_public
 
 MARK = "<!-- Made by `benchmarks.results real`: what follows is overwritten. -->"
 BEGIN, END = "<!-- Made by `benchmarks.results real --readme`. -->", "<!-- Until here. -->"
@@ -190,25 +191,8 @@ def _tokens(groups: Mapping[str, Sequence[Series]]) -> str:
     return table(rows)
 
 
-def _reports(runs: Sequence[Series], *stages: str) -> list[EvalReport]:
-    """The last of these stages that each run has."""
-    reports = []
-    for run in runs:
-        own = [run.facts.reports[s] for s in stages if run.facts and s in run.facts.reports]
-        reports += own[-1:]
-    return reports
-
-
 def _rate(reports: Sequence[EvalReport]) -> str:
-    """One run's figure with its interval; of several, their mean and range."""
-    lead = headline_of(reports)
-    figures = [lead.of(report) for report in reports]
-    if not figures:
-        return "–"
-    if len(figures) == 1:
-        return percent(figures[0]) if lead.is_rate else str(figures[0])
-    values = [figure.value for figure in figures]
-    return spread(values, lambda v: f"{v:.1%}" if lead.is_rate else f"{v:.3f}")
+    return figure_cell(reports, headline_of(reports))
 
 
 def _row(page: str, name: str, runs: Sequence[Series], peer: str) -> list[str]:
@@ -221,8 +205,8 @@ def _row(page: str, name: str, runs: Sequence[Series], peer: str) -> list[str]:
         f"[{PAGES[page][0]}]({page}.md): {name}",
         ", ".join(sorted(models)) or "–",
         str(len(runs)),
-        _rate(_reports(runs, "before")),
-        _rate(_reports(runs, "after_sft", "after_rl")),
+        _rate(reports_of(runs, "before")),
+        _rate(reports_of(runs, "after_sft", "after_rl")),
         ", ".join(updates) or "–",
         minutes,
         peer,
@@ -247,7 +231,7 @@ def _peer(groups: Sequence[Sequence[Series]]) -> str:
     """What TRL did in the same run, as far as it is known."""
     runs = [run for group in groups for run in group]
     timed = [run for run in runs if run.points and run.alone]
-    after = _reports(runs, "after_rl")
+    after = reports_of(runs, "after_rl")
     said = [f"TRL {_rate(after)}"] if after else []
     said += [f"{len(r.points)} updates in {r.points[-1].seconds / 60:.1f} min" for r in timed]
     return ", ".join(said)

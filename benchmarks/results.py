@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ludic.eval import Estimate, EvalReport, Headline, headline_of
 from ludic.runs.publishing.card import RunFacts, in_public, percent
 from ludic.runs.results.terminal import read_curve, smoothed
-from ludic.runs.storage import RunFolder
+from ludic.runs.storage import EVALUATIONS, RunFolder
 
 METRIC = "train/reward_mean"
 MARK = "<!-- Made by benchmarks.results: what follows is overwritten. -->"
@@ -105,6 +105,13 @@ def read_study(path: Path) -> list[Series]:
     return [Series(r["name"], r["seed"], [Point(*p) for p in r["points"]]) for r in runs]
 
 
+def read_trl(text: str) -> list[Point]:
+    """Reads the updates of what `benchmarks.trl_loop` printed."""
+    updates = [json.loads(line) for line in text.splitlines() if line.startswith('{"step"')]
+    seconds = itertools.accumulate(update["seconds"] for update in updates)
+    return [Point(s, update["reward"]) for s, update in zip(seconds, updates, strict=True)]
+
+
 def read_all(runs: Iterable[str], metric: str = METRIC) -> list[Series]:
     """Reads everything that the command line names, and gives a name to those without one."""
     found: list[Series] = []
@@ -173,7 +180,8 @@ def summary_table(groups: Mapping[str, Sequence[Series]], goals: Sequence[float]
     """One line per name: seeds, time, the metric at the end, evaluations, and when goals were
     reached."""
     headline = _headline(groups)
-    stages = [s for s in ("before", "after_sft", "after_rl") if _with_stage(groups, s)]
+    everyone = [run for runs in groups.values() for run in runs]
+    stages = [s for s in EVALUATIONS if reports_of(everyone, s)]
     header = ["", "seeds", "updates", "s per update", f"mean of the last {LAST}"]
     header += [f"{headline.name}, {stage.replace('_', ' ')}" for stage in stages]
     rows = [header + [f"to {goal:g}" for goal in goals]]
@@ -183,20 +191,19 @@ def summary_table(groups: Mapping[str, Sequence[Series]], goals: Sequence[float]
         counts = dict.fromkeys(str(len(run.points)) for run in runs)
         cells = [name, str(len(runs)), ", ".join(counts), pace]
         cells.append(spread([run.end for run in runs], lambda v: f"{v:.3f}"))
-        for stage in stages:
-            reports = _reports(runs, stage)
-            cells.append(_stage_cell(reports, headline))
+        cells += [figure_cell(reports_of(runs, stage), headline) for stage in stages]
         cells += [_goal_cell(runs, goal) for goal in goals]
         rows.append(cells)
     return table(rows)
 
 
-def _reports(runs: Sequence[Series], stage: str) -> list[EvalReport]:
-    return [run.facts.reports[stage] for run in runs if run.facts and stage in run.facts.reports]
-
-
-def _with_stage(groups: Mapping[str, Sequence[Series]], stage: str) -> bool:
-    return any(_reports(runs, stage) for runs in groups.values())
+def reports_of(runs: Sequence[Series], *stages: str) -> list[EvalReport]:
+    """The last of these stages that each run has."""
+    reports = []
+    for run in runs:
+        own = [run.facts.reports[s] for s in stages if run.facts and s in run.facts.reports]
+        reports += own[-1:]
+    return reports
 
 
 def _headline(groups: Mapping[str, Sequence[Series]]) -> Headline:
@@ -209,7 +216,7 @@ def _shown(figure: Estimate, headline: Headline) -> str:
     return percent(figure) if headline.is_rate else str(figure)
 
 
-def _stage_cell(reports: Sequence[EvalReport], headline: Headline) -> str:
+def figure_cell(reports: Sequence[EvalReport], headline: Headline) -> str:
     """One run's figure with its interval; of several runs, the mean and the spread: they play the
     same held-out episodes, so that their intervals may not be joined."""
     if not reports:

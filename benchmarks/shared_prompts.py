@@ -17,8 +17,9 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from benchmarks.random_models import smollm2
 from ludic.inference.tiny import tiny_model
 from ludic.plumbing.model_parts import vocabulary_size
 from ludic.plumbing.precision import Precision, float32_products, weights_dtype
@@ -34,17 +35,6 @@ from ludic.training.update.packing import lay_out
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import attention_cost
 from ludic.training.update.policy import Policy
-
-SMOLLM2 = LlamaConfig(
-    vocab_size=49_152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    tie_word_embeddings=True,
-    max_position_embeddings=8192,
-)
 
 
 def grouped(rows: int, members: int, prompt: int, completion: int, vocab: int) -> SAWBatch:
@@ -72,7 +62,7 @@ def grouped(rows: int, members: int, prompt: int, completion: int, vocab: int) -
 def measure(precision: Precision, args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(SMOLLM2) if device.type == "cuda" else tiny_model(layers=4)
+    model = LlamaForCausalLM(smollm2()) if device.type == "cuda" else tiny_model(layers=4)
     model = model.to(device, weights_dtype(precision)).eval()
     batch = grouped(args.rows, args.members, args.prompt, args.completion, vocabulary_size(model))
     cfg = TrainerConfig(learning_rate=1e-6, precision=precision)

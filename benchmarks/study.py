@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import Point, reached, read_points
+from benchmarks.results import Point, reached, read_points, read_trl
 
 GOALS = (0.5, 0.75, 0.9)
 RUN_FILE = """schema = 1
@@ -73,13 +73,7 @@ def trl(model: str, device: str, precision: str, seed: int, updates: int) -> lis
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}:\n{done.stderr}")
-    points, elapsed = [], 0.0
-    for line in done.stdout.splitlines():
-        if line.startswith('{"step"'):
-            update = json.loads(line)
-            elapsed += update["seconds"]
-            points.append(Point(elapsed, update["reward"]))
-    return points
+    return read_trl(done.stdout)
 
 
 def run(args: argparse.Namespace) -> None:

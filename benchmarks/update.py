@@ -24,10 +24,12 @@ from typing import Any
 import torch
 from msgspec import structs
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
+from benchmarks import random_models
 from benchmarks.agentic_batch import Shape, dense, episodes, one_row_per_turn, with_behavior
 from benchmarks.peer_updates import TRLUpdate, padded_gradients
+from benchmarks.random_models import SHAPES, qwen2
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch
 from ludic.sharding.world import World
@@ -42,32 +44,7 @@ from ludic.training.update.planning import attention_cost
 from ludic.training.update.policy import Policy
 
 H200_FLOPS = 989e12
-QWEN2 = {
-    "0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "1.5b": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-}
+TINY = random_models.Shape(128, 512, 3, 4, 2)
 
 
 @dataclass(frozen=True)
@@ -95,12 +72,11 @@ class Bench:
     def model(self, size: str | None = None) -> Qwen2ForCausalLM:
         """A fresh model with the same random weights every time."""
         torch.manual_seed(0)
-        config = Qwen2Config(
+        config = qwen2(
+            {**SHAPES, "tiny": TINY}[size or self.size],
             vocab_size=self.shape.vocab,
-            max_position_embeddings=32_768,
             rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
             attn_implementation="sdpa",
-            **QWEN2[size or self.size],
         )
         with torch.device(self.device):
             model = Qwen2ForCausalLM(config).to(self.dtype)

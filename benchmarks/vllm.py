@@ -1,10 +1,11 @@
-"""A real vLLM through `VLLMChatClient`: tokens/s beside a bare client, live publishes, the doctor.
+"""A real vLLM through `VLLMChatClient`: tokens/s beside a bare client, and the doctor.
 
     python -m benchmarks.vllm                  # the CPU build, a tiny model: shows that it runs
     python -m benchmarks.vllm --device cuda    # one GPU: a 0.5B Qwen2 shape, and SmolLM2
 
 It starts its own servers with the vLLM of this Python (or of `LUDIC_VLLM_PYTHON`). A part that
-fails is reported and the others go on. The last line is JSON.
+fails is reported and the others go on. `benchmarks.publish` measures publishes to one. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,8 @@ from typing import Any
 import aiohttp
 import torch
 
-from benchmarks.local_engine import half_billion_config
+from benchmarks.local_engine import half_billion
 from benchmarks.vllm_in_process import ids_of
-from ludic.distributed import PublishReport
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import SamplingConfig
@@ -37,11 +37,11 @@ from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
 from ludic.inference.vllm.wire import completions_body, generate_body
 from ludic.runs.doctor import DoctorReport, run_doctor
-from ludic.sharding.weights import ModelWeights
 
 NEEDS = ("vllm",)
 NAME = "policy"
 ROOT = Path(__file__).resolve().parent.parent
+LOGS = Path(os.environ.get("OUT") or tempfile.gettempdir())
 GRAPHS = {
     "mode": 0,
     "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -56,10 +56,7 @@ class Sizes:
     prompt: int = 256
     completion: int = 128
     concurrency: tuple[int, ...] = (128, 256)
-    running: int = 128
-    long: int = 1024
     rounds: int = 12
-    publishes: int = 5
 
 
 @dataclass
@@ -87,13 +84,10 @@ class Results:
 def qwen2_half_billion(device: str) -> tuple[Any, Any]:
     """Random weights in the shape of Qwen2.5-0.5B, and a tokenizer that spells every id."""
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
-    config = half_billion_config()
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
-    words = {f"t{i}": i for i in range(config.vocab_size)}
+    model = half_billion(device)
+    words = {f"t{i}": i for i in range(model.config.vocab_size)}
     plain = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="t1", pad_token="t1")
     return model, tokenizer
@@ -114,31 +108,28 @@ def smollm2(device: str, gguf: Path | None) -> tuple[Any, Any]:
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def server_for(folder: str, cuda: bool, python: str | None) -> VLLMServer:
-    """A server of the saved model, with graphs on a GPU."""
+def server_for(folder: str, cuda: bool, python: str | None, **others: Any) -> VLLMServer:
+    """A server of the saved model, with graphs on a GPU; `others` of its settings."""
     extra: tuple[str, ...] = ("--uvicorn-log-level", "warning")
     if cuda:
         extra += ("--compilation-config", json.dumps(GRAPHS))
+    usual: dict[str, Any] = {
+        "dtype": "bfloat16" if cuda else "float32",
+        "max_model_len": 2048 if cuda else 512,
+        "max_num_seqs": 256 if cuda else 32,
+        "gpu_memory_utilization": 0.3 if cuda else None,
+    }
     settings = ServerSettings(
-        folder,
-        served_name=NAME,
-        port=free_port(),
-        dtype="bfloat16" if cuda else "float32",
-        max_model_len=2048 if cuda else 512,
-        max_num_seqs=256 if cuda else 32,
-        gpu_memory_utilization=0.3 if cuda else None,
-        extra=extra,
+        folder, served_name=NAME, port=free_port(), extra=extra, **{**usual, **others}
     )
-    log = Path(os.environ.get("OUT") or tempfile.gettempdir()) / f"vllm-{settings.port}.log"
-    return VLLMServer(settings, python=python, log=log, start_timeout_s=240)
+    return VLLMServer(settings, python=python, log=LOGS / f"vllm-{settings.port}.log")
 
 
-def request(sizes: Sizes, n: int, vocabulary: int, tokens: int | None = None) -> Any:
-    """The n-th request: ids of its own, so that no prefix is shared."""
-    ids = tuple(ids_of(n, sizes.prompt, vocabulary))
-    sampling = SamplingConfig(max_tokens=tokens or sizes.completion, seed=n)
+def request(n: int, prompt: int, completion: int, vocabulary: int) -> TokenCompletionRequest:
+    """The n-th request: ids of its own, so that no prefix is shared, and a completion as long."""
+    ids, sampling = ids_of(n, prompt, vocabulary), SamplingConfig(max_tokens=completion, seed=n)
     return TokenCompletionRequest(
-        NAME, ids, sampling, timeout_s=200, extensions={"ignore_eos": True}
+        NAME, tuple(ids), sampling, timeout_s=200, extensions={"ignore_eos": True}
     )
 
 
@@ -182,7 +173,8 @@ async def throughput(
         rates: dict[str, list[float]] = {"ludic": [], "bare": []}
         for round_ in range(sizes.rounds + 1):
             for name, ask in clients if round_ % 2 else clients[::-1]:
-                requests = [request(sizes, serial + n, vocabulary) for n in range(many)]
+                size = (sizes.prompt, sizes.completion, vocabulary)
+                requests = [request(serial + n, *size) for n in range(many)]
                 serial += many
                 start = time.perf_counter()
                 tokens = await ask(client, requests)
@@ -227,58 +219,6 @@ async def in_process(
     # vLLM may say something after it.
     (found,) = (line for line in out.decode().splitlines() if line.startswith('{"tokens_s_'))
     results.add(**json.loads(found))
-
-
-async def publishes(
-    client: VLLMChatClient,
-    publisher: BroadcastPolicyPublisher,
-    model: Any,
-    sizes: Sizes,
-    vocabulary: int,
-    results: Results,
-) -> None:
-    """Verified publishes, idle and over running requests."""
-    version = await client.get_policy_version()
-    reports = []
-    for _ in range(sizes.publishes + 1):
-        version += 1
-        reports.append(await publisher.publish(ModelWeights(model), version))
-    idle = reports[1:]
-    results.add(
-        publish_plane=idle[0].details["plane"],
-        publish_bytes=idle[0].bytes,
-        publish_idle_s=[round(r.seconds, 4) for r in idle],
-        publish_idle_median_s=round(statistics.median(r.seconds for r in idle), 4),
-        publish_idle_stall_s=round(statistics.median(r.details["stall_s"] for r in idle), 4),
-        publish_first_s=round(reports[0].seconds, 4),
-        publish_stages_s={n: round(s, 5) for n, s in stage_medians(reports).items()},
-        canary_mean=idle[0].details.get("canary_mean"),
-        canary_max=idle[0].details.get("canary_max"),
-    )
-    print(stage_table(stage_medians(reports)), flush=True)
-    tasks = [
-        asyncio.create_task(
-            client.complete_tokens(request(sizes, 10**6 + n, vocabulary, sizes.long))
-        )
-        for n in range(sizes.running)
-    ]
-    await asyncio.sleep(1.0)
-    done_before = sum(task.done() for task in tasks)
-    report = await publisher.publish(ModelWeights(model), version + 1)
-    responses = await asyncio.gather(*tasks, return_exceptions=True)
-    whole = sum(
-        not isinstance(r, BaseException)
-        and r.trace is not None
-        and len(r.trace.completion_token_ids) == sizes.long
-        for r in responses
-    )
-    results.add(
-        publish_running_s=round(report.seconds, 4),
-        publish_running_stall_s=round(report.details["stall_s"], 4),
-        publish_running_stages_s={n: round(s, 5) for n, s in report.details["stages"].items()},
-        publish_running_requests=sizes.running - done_before,
-        publish_running_lost=sizes.running - whole,
-    )
 
 
 async def doctor(
@@ -332,11 +272,6 @@ async def measure(
                         lambda: throughput(client, sizes, vocabulary, results),
                         200,
                     )
-                    await results.part(
-                        f"{name}_publish",
-                        lambda: publishes(client, publisher, model, sizes, vocabulary, results),
-                        120,
-                    )
                 await results.part(
                     f"{name}_doctor",
                     lambda: doctor(client, publisher, model, tokenizer, name, results),
@@ -372,24 +307,9 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             )
     else:
         tiny = tiny_model(hidden_size=64, heads=2, kv_heads=1), tiny_tokenizer()
-        sizes = Sizes(
-            prompt=64, completion=32, concurrency=(16,), running=16, long=400, rounds=1, publishes=2
-        )
+        sizes = Sizes(prompt=64, completion=32, concurrency=(16,), rounds=1)
         await results.part("tiny", lambda: measure("tiny", lambda: tiny, args, sizes, results), 400)
     return results.figures
-
-
-def stage_medians(reports: Sequence[PublishReport]) -> dict[str, float]:
-    """The median seconds of each stage that every publish had, the first left out: it also warms
-    up the trainer and writes the canary's prompt."""
-    parts = [r.details["stages"] for r in (reports[1:] or reports)]
-    shared = [name for name in parts[0] if all(name in p for p in parts)]
-    return {name: statistics.median(p[name] for p in parts) for name in shared}
-
-
-def stage_table(medians: Mapping[str, float]) -> str:
-    """The medians as lines of text."""
-    return "\n".join(f"  {name:<18} {1000 * took:9.1f} ms" for name, took in medians.items())
 
 
 def main() -> int:

@@ -54,45 +54,34 @@ class Box:
     height: int = BOX_HEIGHT
 
 
+_ROWS = {
+    PLAN: (
+        ("Curriculum", "what to play next", "rollouts/requests.py"),
+        ("RolloutRequest", "names, arguments, seeds", "rollouts/requests.py"),
+        ("RequestStrategy", "one request becomes a group", "rollouts/requests.py"),
+        ("RolloutEngine", "runs the episodes", "rollouts/engine.py"),
+    ),
+    EPISODE: (
+        ("LudicEnv", "states and rewards", "envs/env.py"),
+        ("InteractionProtocol", "who acts when", "interaction/base.py"),
+        ("Agent", "prompt, call, parse", "agents/base_agent.py"),
+        ("ChatClient", "token ids in and out", "inference/client.py"),
+    ),
+    UPDATE: (
+        ("Rollout", "one for each agent", "types.py"),
+        ("CreditAssigner", "a weight for each turn", "saw/building.py"),
+        ("SAWBatch", "state, action, weight", "saw/items.py"),
+        ("Trainer", "log-probs, loss, step", "training/trainer.py"),
+    ),
+}
 BOXES = (
-    Box("Curriculum", "what to play next", "src/ludic/rollouts/requests.py", COLUMNS[0], PLAN),
-    Box(
-        "RolloutRequest",
-        "names, arguments, seeds",
-        "src/ludic/rollouts/requests.py",
-        COLUMNS[1],
-        PLAN,
+    *(
+        Box(title, note, f"src/ludic/{file}", x, y)
+        for y, row in _ROWS.items()
+        for x, (title, note, file) in zip(COLUMNS, row, strict=True)
     ),
     Box(
-        "RequestStrategy",
-        "one request becomes a group",
-        "src/ludic/rollouts/requests.py",
-        COLUMNS[2],
-        PLAN,
-    ),
-    Box("RolloutEngine", "runs the episodes", "src/ludic/rollouts/engine.py", COLUMNS[3], PLAN),
-    Box("LudicEnv", "states and rewards", "src/ludic/envs/env.py", COLUMNS[0], EPISODE),
-    Box(
-        "InteractionProtocol",
-        "who acts when",
-        "src/ludic/interaction/base.py",
-        COLUMNS[1],
-        EPISODE,
-    ),
-    Box("Agent", "prompt, call, parse", "src/ludic/agents/base_agent.py", COLUMNS[2], EPISODE),
-    Box("ChatClient", "token ids in and out", "src/ludic/inference/client.py", COLUMNS[3], EPISODE),
-    Box("Rollout", "one for each agent", "src/ludic/types.py", COLUMNS[0], UPDATE),
-    Box(
-        "CreditAssigner", "a weight for each turn", "src/ludic/saw/building.py", COLUMNS[1], UPDATE
-    ),
-    Box("SAWBatch", "state, action, weight", "src/ludic/saw/items.py", COLUMNS[2], UPDATE),
-    Box("Trainer", "log-probs, loss, step", "src/ludic/training/trainer.py", COLUMNS[3], UPDATE),
-    Box(
-        "PolicyPublisher",
-        "new weights",
-        "src/ludic/distributed/interfaces.py",
-        COLUMNS[3],
-        PUBLISH,
+        "PolicyPublisher", "new weights", "src/ludic/distributed/interfaces.py", COLUMNS[3], PUBLISH
     ),
 )
 ALGORITHMS = Box(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,21 +21,12 @@ from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import SamplingConfig
 from ludic.types import ChatResponse
 from tools.families import SMALL, families, tiny
-from tools.family_table import FamilyTable
+from tools.family_table import FamilyTable, Verdict
 
 WINDOW = 24
 """Longer than the text of the engine's own check, shorter than what is sampled here."""
 SIZES = SMALL | dict.fromkeys(("sliding_window", "attention_window_size"), WINDOW)
 PROMPTS, NEW = (3, 20, 40), 12
-How = Literal["served", "fast mode only", "refused", "wrong", "not built"]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the engine does with a family; `why` says it for those that it does not serve."""
-
-    how: How
-    why: str = ""
 
 
 class NoText:
@@ -68,7 +58,7 @@ def tried(name: str) -> Verdict:
         gap = max(_gap(model, answer) for answer in answers)
         if not gap < 1e-3:
             return Verdict("wrong", f"log-probs differ from the model's own by {gap:.3g}")
-        return Verdict(how)  # type: ignore[arg-type]
+        return Verdict(how)
     raise AssertionError("either mode gives a verdict")
 
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +23,13 @@ from ludic.saw.items import SAWBatch, SAWItem
 from ludic.training.algorithms.sft import make_sft
 from ludic.training.config import TrainerConfig
 from ludic.training.trainer import Trainer
-from tools.family_table import FamilyTable
+from tools.family_table import FamilyTable, Verdict
 
 LENGTHS = (9, 21)
 """Rows that are tried: the second is longer than every window and threshold in `SMALL`. A third
 begins like it."""
 SHARED = 13
 MOST_PARAMETERS = 10_000_000
-How = Literal["packed", "one row at a time", "refused", "wrong", "not built"]
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -150,14 +148,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 change how a family computes, under a name of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How the trainer takes a family; `why` says it for those that it does not take."""
-
-    how: How
-    why: str = ""
-
-
 @cache
 def families() -> tuple[str, ...]:
     """Every causal family of the installed transformers, and the variants."""
@@ -213,15 +203,12 @@ def tried(name: str) -> Verdict:
         own = [_own_logprobs(model, item) for item in batch.items]
     except Exception as exc:
         return Verdict("not built", f"{type(exc).__name__}: {exc}")
-    cfg = TrainerConfig(max_seq_len=32, micro_token_budget=64, learning_rate=1e-3)
     with tempfile.TemporaryDirectory() as folder:
+        cfg = TrainerConfig(
+            max_seq_len=32, micro_token_budget=64, learning_rate=1e-3, run_dir=folder
+        )
         try:
-            trainer = Trainer(
-                model=model,
-                algo=make_sft(),
-                batch_source=_Once(batch),
-                cfg=_in(cfg, folder),
-            )
+            trainer = Trainer(model=model, algo=make_sft(), batch_source=_Once(batch), cfg=cfg)
         except ConfigError as exc:
             return Verdict("refused", str(exc))
         found = trainer.passes.score(batch)
@@ -241,12 +228,6 @@ class _Once:
 
     async def next_batch(self) -> SAWBatch:
         return self.batch
-
-
-def _in(cfg: TrainerConfig, folder: str) -> TrainerConfig:
-    from dataclasses import replace
-
-    return replace(cfg, run_dir=folder)
 
 
 def _batch(model: nn.Module) -> SAWBatch:

@@ -6,19 +6,17 @@ import argparse
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 END = "<!-- end of the table -->"
 
 
-class Verdict(Protocol):
-    """What became of a family, and the reason where there is one."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a family; `why` says it for those that were not taken."""
 
-    @property
-    def how(self) -> str: ...
-    @property
-    def why(self) -> str: ...
+    how: str
+    why: str = ""
 
 
 @dataclass(frozen=True)

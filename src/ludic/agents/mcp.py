@@ -23,10 +23,11 @@ from typing import Any, Literal, TextIO
 
 from ludic.agents.tools import Tool
 from ludic.envs.adapters import load_package
-from ludic.errors import AgentError, ConfigError, DeadlineError, ToolError
+from ludic.errors import AgentError, ConfigError, ToolError
 from ludic.plumbing.arguments import misfit
 from ludic.plumbing.lazy import names_are_stored
 from ludic.plumbing.text import clean_text, words_of
+from ludic.workers.deadlines import bounded
 from ludic.workers.threads import BackgroundLoop
 
 _PING_S = 5.0
@@ -155,10 +156,7 @@ class _Connection:
         label, limit = self.server.label, self.server.start_timeout_s
         self._task = asyncio.create_task(self._live())
         try:
-            async with asyncio.timeout(limit):
-                await self._ready.wait()
-        except TimeoutError:
-            raise DeadlineError("its tools", label, limit) from None
+            await bounded(self._ready.wait(), "its tools", label, limit)
         finally:
             if self._session is None:
                 await self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from ludic.agents.base_agent import ActResult, Agent
 from ludic.agents.model_calls import ModelCall
@@ -85,14 +85,8 @@ class ToolAgent(Agent):
         if (self._shown or self.tool_sources) and isinstance(self.chat_template, ChoosesToolParser):
             self.chat_template = self.chat_template.for_tools()
 
-    def reset(
-        self,
-        system_prompt: str | None = None,
-        *,
-        seed: int | None = None,
-        conversation_id: str | None = None,
-    ) -> None:
-        super().reset(system_prompt, seed=seed, conversation_id=conversation_id)
+    def reset(self, system_prompt: str | None = None, **options: Any) -> None:
+        super().reset(system_prompt, **options)
         for tool in self.internal_tools.values():  # where the last episode was not closed
             if isinstance(tool.function, StatefulTool):
                 tool.function.close()

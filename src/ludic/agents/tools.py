@@ -6,7 +6,6 @@ to the model and not an error of the program: `call_tool` returns it as a `ToolR
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import re
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 from ludic.errors import DeadlineError, NoThreadError, ToolError
 from ludic.plumbing.text import clean_json, clean_text, words_of
 from ludic.types import Message, ToolCall
+from ludic.workers.deadlines import bounded
 from ludic.workers.threads import EnvThreads, is_for_us
 
 if TYPE_CHECKING:
@@ -225,13 +225,7 @@ async def _run(tool: Tool, arguments: Mapping[str, Any], timeout_s: float | None
         answer = await _threads.run(call, what="an answer", whom=whom, timeout_s=timeout_s)
         if not inspect.isawaitable(answer):  # an object may turn out to be async when called
             return answer
-    try:
-        async with asyncio.timeout(timeout_s) as deadline:
-            return await answer
-    except TimeoutError as exc:
-        if deadline.expired():
-            raise DeadlineError("an answer", whom, timeout_s or 0.0) from exc
-        raise
+    return await bounded(answer, "an answer", whom, timeout_s)
 
 
 def as_text(value: Any) -> str:

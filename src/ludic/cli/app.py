@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import typer
 
-from ludic.cli import episodes, looking, planning, sampling, training
+from ludic.cli import episodes, looking, sampling, training
 
 app = typer.Typer(
     name="ludic",
@@ -24,7 +24,7 @@ app.command()(episodes.play)
 app.command()(episodes.generate)
 app.command()(episodes.replay)
 app.command()(looking.doctor)
-app.command()(planning.plan)
+app.command()(looking.plan)
 app.command()(looking.calibrate)
 app.command(
     add_help_option=False,

@@ -1,8 +1,9 @@
 """Environments: the contract, the built-in ones, and what calls them.
 
 `env` is the contract. Derive from `SingleAgentEnv` for a task with one agent, from `DatasetQAEnv`
-for questions with answers to be judged. The other modules here are the built-in environments, to
-read and to copy from; `running/` holds what calls an environment, which a new one never needs.
+for questions with answers to be judged. `key_door`, `tic_tac_toe` and others are built in, to read
+and to copy from; `runner`, `outcomes` and `process` call an environment: a new one never needs
+them.
 """
 
 from ludic.envs.code_exec.env import CodeExecEnv as CodeExecEnv

@@ -25,7 +25,7 @@ from ludic.registry import ENVS, make_env, names_are_stored, stored_names
 from ludic.types import AgentID, EnvSpec, Info, Obs, StepOutcome
 from ludic.workers.child_process import Answerer, ChildError, ChildProcess
 
-_CLOSE_S = 30.0
+_CLOSE_S, _LONGEST_S = 30.0, 3600.0
 _OUTCOME = tuple(inspect.signature(StepOutcome).parameters)
 MAX_IDLE = 64
 """How many processes are kept while no environment needs them."""
@@ -73,11 +73,8 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
 
     isolation: ClassVar[Literal["thread", "process"]] = "process"
 
-    def __init__(
-        self, spec: EnvSpec, factory: EnvFactory | None = None, *, timeout_s: float = 3600.0
-    ) -> None:
+    def __init__(self, spec: EnvSpec, factory: EnvFactory | None = None) -> None:
         self.name = spec.kind
-        self._timeout_s = timeout_s
         self._setup: dict[str, Any] = {
             "factory": _reference(spec.kind, factory or ENVS.get(spec.kind)),
             "kwargs": dict(spec.kwargs),
@@ -178,7 +175,7 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
             raise EnvError(f"environment {self.name} is not running: reset it first")
         try:
             # The runner's deadline is usually shorter: it calls `kill`.
-            return self._process.ask(message, timeout_s=self._timeout_s, what=message["call"])
+            return self._process.ask(message, timeout_s=_LONGEST_S, what=message["call"])
         except (ChildError, DeadlineError) as error:
             self._failed = True
             if isinstance(error, DeadlineError):

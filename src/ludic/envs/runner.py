@@ -20,7 +20,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from ludic.envs.env import Killable, LudicEnv
 from ludic.envs.outcomes import checked_opening, checked_outcomes
@@ -28,6 +28,8 @@ from ludic.errors import ConfigError, DeadlineError, EnvError, LudicError
 from ludic.plumbing.text import clean_text, error_text, place_of, words_of
 from ludic.types import Action, AgentID, Info, Obs, StepOutcome
 from ludic.workers.threads import EnvThreads, is_for_us, shared_threads
+
+T = TypeVar("T")
 
 _GRACE_S = 1.0
 """How long an async environment may take to clean up once its deadline has passed."""
@@ -51,11 +53,10 @@ class EnvRunner:
         env: LudicEnv[Any, Any, Any],
         *,
         step_timeout_s: float | None = 60.0,
-        name: str | None = None,
         threads: EnvThreads | None = None,
     ) -> None:
         self.env = env
-        self.name = name or getattr(env, "name", None) or type(env).__name__
+        self.name = getattr(env, "name", None) or type(env).__name__
         self.step_timeout_s = step_timeout_s
         self._threads = threads or shared_threads()
         self._agent_ids: tuple[AgentID, ...] = ()
@@ -85,11 +86,7 @@ class EnvRunner:
         """The agents that act in the next step; none when the episode is over."""
         if self.done:
             return ()
-        try:
-            active: tuple[AgentID, ...] = tuple(self.env.active_agents)
-        except BaseException as error:
-            self._fail("active_agents", error)
-            raise
+        active = self._asked("active_agents", lambda: tuple(self.env.active_agents))
         if active == self._agent_ids and not self._ended:
             return active
         left = [agent for agent in self._agent_ids if agent not in self._ended]
@@ -111,11 +108,8 @@ class EnvRunner:
     @property
     def accepts_partial_actions(self) -> bool:
         """Whether a step may leave out an active agent whose answer could not be parsed."""
-        try:
-            return bool(self.env.accepts_partial_actions)
-        except BaseException as error:
-            self._fail("accepts_partial_actions", error)
-            raise
+        what = "accepts_partial_actions"
+        return self._asked(what, lambda: bool(self.env.accepts_partial_actions))
 
     async def reset(self, seed: int | None = None) -> Mapping[AgentID, tuple[Obs, Info]]:
         """Begins an episode; what each agent first sees."""
@@ -130,7 +124,6 @@ class EnvRunner:
             opening = checked_opening(self.name, self._agent_ids, result)
         except BaseException as error:
             self._fail("reset", error)
-            raise
         self._state = "running"
         return opening
 
@@ -147,7 +140,6 @@ class EnvRunner:
             )
         except BaseException as error:
             self._fail(where, error)
-            raise
         for agent, outcome in outcomes.items():
             if outcome.terminated or outcome.truncated:
                 self._ended.add(agent)
@@ -183,12 +175,14 @@ class EnvRunner:
                 raise
             _warn_of_close(self.name, error)
 
-    def _text(self, what: str, ask: Callable[[], Any]) -> str | None:
+    def _asked(self, what: str, ask: Callable[[], T]) -> T:
         try:
-            value = ask()
+            return ask()
         except BaseException as error:
             self._fail(what, error)
-            raise
+
+    def _text(self, what: str, ask: Callable[[], Any]) -> str | None:
+        value = self._asked(what, ask)
         if value is None:
             return None
         if isinstance(value, str):
@@ -262,13 +256,14 @@ class EnvRunner:
         except SystemExit as error:  # in a task it would end the whole event loop
             raise self._error(where, error) from error
 
-    def _fail(self, where: str, error: BaseException) -> None:
+    def _fail(self, where: str, error: BaseException) -> NoReturn:
         """After any error the runner only closes. One that does not say so itself is raised with
         the environment and the place."""
         if self._state != "abandoned":
             self._state = "failed"
-        if not isinstance(error, LudicError) and not is_for_us(error):
-            raise self._error(where, error) from error
+        if isinstance(error, LudicError) or is_for_us(error):
+            raise error
+        raise self._error(where, error) from error
 
     def _error(self, where: str, error: BaseException) -> EnvError:
         place = f" ({at})" if (at := place_of(error)) else ""

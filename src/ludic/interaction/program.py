@@ -77,7 +77,18 @@ class ProgramProtocol(SingleAgentSyncProtocol):
             if result.status == 0 and act.parse.action is not None:
                 outcome = (await episode.runner.step({role: act.parse.action}))[role]
             obs, info = opening_of(openings, role)
-            attempt = _attempt(result, outcome, obs, info, episode.task_key)
+            attempt = ProgramAttempt(
+                answer=result.answer,
+                target=str(outcome.info.get("target", "")) if outcome else "",
+                question=obs,
+                messages=result.messages,
+                stdout=result.stdout,
+                stderr=result.stderr,
+                status=result.status,
+                outcome=outcome,
+                info=info,
+                task_key=episode.task_key,
+            )
             verdict = await score(reward, attempt, episode.spec.step_timeout_s)
         except BaseException:
             track.add_interrupted(self.agent.steps_of_turn)
@@ -102,28 +113,6 @@ def _ending(result: ProgramResult) -> TruncationReason | None:
     if result.timed_out:
         return TruncationReason.DEADLINE
     return result.cut if result.status != 0 else None
-
-
-def _attempt(
-    result: ProgramResult,
-    outcome: StepOutcome | None,
-    obs: str,
-    info: Info,
-    task_key: str | None,
-) -> ProgramAttempt:
-    target = outcome.info.get("target", "") if outcome is not None else ""
-    return ProgramAttempt(
-        answer=result.answer,
-        target=str(target),
-        question=obs,
-        messages=result.messages,
-        stdout=result.stdout,
-        stderr=result.stderr,
-        status=result.status,
-        outcome=outcome,
-        info=info,
-        task_key=task_key,
-    )
 
 
 def program_protocol(

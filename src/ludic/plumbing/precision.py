@@ -83,13 +83,6 @@ class _TF32:
 
     @contextmanager
     def held(self, allowed: bool) -> Iterator[None]:
-        self._take(allowed)
-        try:
-            yield
-        finally:
-            self._give_back()
-
-    def _take(self, allowed: bool) -> None:
         import torch
 
         # The older of torch's two names for it: it sets both, while setting the newer one alone
@@ -108,15 +101,13 @@ class _TF32:
                 if now != allowed:
                     switch.allow_tf32 = allowed
             self._holders += 1
-
-    def _give_back(self) -> None:
-        import torch
-
-        with self._lock:
-            self._holders -= 1
-            switch = torch.backends.cuda.matmul
-            if not self._holders and self._before != (switch.fp32_precision == "tf32"):
-                switch.allow_tf32 = self._before
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders and self._before != (switch.fp32_precision == "tf32"):
+                    switch.allow_tf32 = self._before
 
 
 _tf32 = _TF32()

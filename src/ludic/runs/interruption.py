@@ -33,15 +33,24 @@ def interruptible(stop: Callable[[], None], notice: bytes = NOTICE) -> Iterator[
         os.write(2, notice)  # print is not reentrant, and may be what was interrupted
         loop.call_soon_threadsafe(stop)
 
+    with handling(on_interrupt, signal.SIGINT):
+        yield
+
+
+@contextmanager
+def handling(handler: Callable[..., None], *signs: signal.Signals) -> Iterator[None]:
+    """Has `handler` called for these signals, and whoever heard them before for later ones. Does
+    nothing in another thread than the main one, which alone hears of signals."""
     try:
-        before = signal.signal(signal.SIGINT, on_interrupt)
-    except ValueError:  # only the main thread hears of signals
+        before = {sign: signal.signal(sign, handler) for sign in signs}
+    except ValueError:
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for sign, earlier in before.items():
+            signal.signal(sign, earlier)
 
 
 def blocking(

@@ -59,8 +59,7 @@ def plan_loaded(config: RunConfig, model: nn.Module) -> Plan | None:
     device, shape = next(model.parameters()).device, shape_of(model)
     if shape is None or launched().size > 1:
         return None
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
-    free = free_memory(device) + held if device.type == "cuda" else host_memory()
+    free = free_memory(device) + _weight_bytes(model) if device.type == "cuda" else host_memory()
     plan = plan_run(config, shape, device, free)
     refuse_unless_it_fits(config, plan, free)
     return plan
@@ -85,7 +84,7 @@ def snapshots_fit(plan: Plan, model: nn.Module) -> bool:
     device = next(model.parameters()).device
     if device.type != "cuda":
         return False
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    held = _weight_bytes(model)
     others = {name: size for name, size in plan.others.items() if name != SERVER}
     plan = replace(plan, others=others | {"snapshots": 2 * held})
     return plan.fits(free_memory(device) + held)
@@ -132,11 +131,15 @@ def plan_run(config: RunConfig, shape: ModelShape, device: torch.device, free: i
     """What the run takes of its device, with what it leaves open settled for `free` bytes."""
     training, lora = config.training, config.model.lora
     on_gpu, ranks = device.type == "cuda", launched().size
+    adapter = None
+    if lora is not None:
+        targets = lora.target_modules
+        adapter = Adapter(lora.rank, targets if isinstance(targets, str) else tuple(targets))
     how = Training(
         tokens=training.max_seq_len,
         precision=precision_of(config),
         device="cuda" if on_gpu else "cpu",
-        adapter=None if lora is None else Adapter(lora.rank, _targets(lora.target_modules)),
+        adapter=adapter,
         optimizer_device=training.optimizer_device or "cuda",
         fused_layers=training.fused_layers and not training.compile,
         whole_logits=algorithm_of(config).loss.needs_logits,
@@ -144,7 +147,14 @@ def plan_run(config: RunConfig, shape: ModelShape, device: torch.device, free: i
     )
     others: dict[str, int] = {}
     if server_shares_gpu(config, device):
-        others[SERVER] = _server(config, shape, how)
+        need = server_need(
+            shape,
+            weights=shape.parameters * how.item,
+            item=how.item,
+            slots=config.slots,
+            context=config.inference.max_context_tokens,
+        )
+        others[SERVER] = need.least if need else 0
     plan = Plan(shape, how, _engine(config, shape, on_gpu), others)
     plan = replace(plan, others={**others, **_other_models(config, plan, device)})
     if copies := training.past_opponents:
@@ -159,10 +169,6 @@ def plan_run(config: RunConfig, shape: ModelShape, device: torch.device, free: i
         checkpointing=training.gradient_checkpointing,
         most=None if on_gpu else USUAL,
     )
-
-
-def _targets(said: Any) -> Any:
-    return said if isinstance(said, str) else tuple(said)
 
 
 def _engine(config: RunConfig, shape: ModelShape, on_gpu: bool) -> Engine | None:
@@ -217,18 +223,6 @@ def _other_models(config: RunConfig, plan: Plan, device: torch.device) -> dict[s
     return sizes
 
 
-def _server(config: RunConfig, shape: ModelShape, how: Training) -> int:
-    """The least that the vLLM server which the run starts on this GPU takes."""
-    need = server_need(
-        shape,
-        weights=shape.parameters * how.item,
-        item=how.item,
-        slots=config.slots,
-        context=config.inference.max_context_tokens,
-    )
-    return need.least if need else 0
-
-
 def refuse_unless_it_fits(config: RunConfig, plan: Plan, free: int) -> None:
     """Raises `OutOfMemoryError` with the table and what would help."""
     if not plan.fits(free):
@@ -256,11 +250,11 @@ def trainer_settings(config: RunConfig) -> TrainerConfig:
     )
 
 
-def sampling_bytes(config: RunConfig, model: nn.Module, device: torch.device | None = None) -> int:
+def sampling_bytes(config: RunConfig, model: nn.Module) -> int:
     """What sampling takes of the trainer's device: the in-process engine, and for each past
     opponent another one with a copy of the model; or the vLLM server that is started there. Engines
     elsewhere take nothing."""
-    where = device or next(model.parameters()).device
+    where = next(model.parameters()).device
     if config.inference.backend != "local":
         if not server_shares_gpu(config, where):
             return 0
@@ -276,7 +270,6 @@ def sampling_bytes(config: RunConfig, model: nn.Module, device: torch.device | N
         max_slots=config.slots,
         max_context_tokens=config.inference.max_context_tokens,
         deterministic=config.inference.deterministic,
-        device=device,
     ).total
     copies = config.training.past_opponents
     return engine + copies * (engine + _weight_bytes(model))

@@ -35,7 +35,7 @@ from typing import Any, TextIO
 
 from ludic.errors import ConfigError
 from ludic.inference.addresses import without_user
-from ludic.plumbing.files import replacing
+from ludic.plumbing.files import boot_id, replacing
 from ludic.registry import ENVS
 from ludic.rollouts import RolloutWriter
 from ludic.rollouts.lines import CutFileWarning, keep_lines
@@ -244,11 +244,8 @@ def forget_holder(folder: Path) -> None:
 
 
 def _me() -> dict[str, Any]:
-    boot = ""
-    with suppress(OSError):  # not on every system
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"pid": os.getpid(), "host": platform.node(), "boot": boot, "since": since}
+    return {"pid": os.getpid(), "host": platform.node(), "boot": boot_id(), "since": since}
 
 
 def _who(folder: Path, holder: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from ludic.envs.code_exec import FunctionTask, IOCase, Judge, Limits, PythonTool, StdioTask, tools
 from ludic.envs.code_exec.sandbox.base import RunResult
@@ -218,21 +219,15 @@ def run_episodes(rounds: int) -> Report:
     """So many rounds of all four modes, on one worker for programs and one for judging."""
     os.environ["LUDIC_TEST_CANARY"] = canary("host")
     report = Report()
-    before = dict(tools._pools)
     pool = Recording(BubblewrapSandbox, workers=1)
-    with pool:
-        tools._pools[os.getpid(), "bubblewrap"] = pool
-        try:
-            judge = Judge(pool, make_verifier("exact"), LIMITS, "bubblewrap")
-            for _ in range(rounds):
-                stdio(judge, pool, report, checker=False)
-                functions(judge, report)
-                stdio(judge, pool, report, checker=True)
-                python_tool(report)
-                report.workers += worker_pids(pool)
-        finally:
-            tools._pools.clear()
-            tools._pools.update(before)
+    with pool, patch.object(tools, "session_pool", lambda sandbox: pool):
+        judge = Judge(pool, make_verifier("exact"), LIMITS, "bubblewrap")
+        for _ in range(rounds):
+            stdio(judge, pool, report, checker=False)
+            functions(judge, report)
+            stdio(judge, pool, report, checker=True)
+            python_tool(report)
+            report.workers += worker_pids(pool)
     return report
 
 

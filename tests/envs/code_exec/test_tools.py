@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.agents.tools import Tool, call_tool
-from ludic.envs.code_exec import PythonTool, calculator, tools
+from ludic.envs.code_exec import PythonTool, calculator
+from ludic.envs.code_exec.sandbox import pool
 from ludic.envs.code_exec.sandbox.base import Limits
 from ludic.envs.code_exec.tools import session_pool
 from ludic.inference import HermesToolParser, HFChatTemplate, ScriptedChatClient
@@ -107,8 +108,8 @@ def test_a_session_that_hangs_dies_or_floods_is_replaced() -> None:
 
 
 def test_a_forked_process_has_its_own_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "SandboxPool", lambda *args, **options: object())
-    monkeypatch.setattr(tools, "_pools", {})
+    monkeypatch.setattr(pool, "SandboxPool", lambda *args, **options: object())
+    monkeypatch.setattr(pool, "_shared", {})
     own = session_pool("bubblewrap")
     assert session_pool("bubblewrap") is own
     with monkeypatch.context() as forked:  # as in a fork, which has a copy of all this

@@ -113,14 +113,8 @@ class ProgramAgent(Agent):
             return f"program {getattr(self.function, '__name__', self.function)!r}"
         return f"program {' '.join([Path(self.command[0]).name, *self.command[1:]])[:80]!r}"
 
-    def reset(
-        self,
-        system_prompt: str | None = None,
-        *,
-        seed: int | None = None,
-        conversation_id: str | None = None,
-    ) -> None:
-        super().reset(system_prompt, seed=seed, conversation_id=conversation_id)
+    def reset(self, system_prompt: str | None = None, **options: Any) -> None:
+        super().reset(system_prompt, **options)
         self._prompt_given = self.system_prompt if system_prompt is None else system_prompt
         self._session = Session(
             self.client,
@@ -129,8 +123,7 @@ class ProgramAgent(Agent):
             inference=self.inference,
             request_timeout_s=self.request_timeout_s,
             max_calls=self.max_calls,
-            seed=seed,
-            conversation_id=conversation_id,
+            **options,
         )
 
     async def act(self) -> ActResult:

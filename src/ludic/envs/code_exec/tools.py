@@ -8,7 +8,6 @@ import inspect
 import json
 import math
 import operator
-import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -16,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ludic.envs.code_exec.sandbox.base import Limits, SandboxError, text_of_line
-from ludic.envs.code_exec.sandbox.pool import DEFAULT_SANDBOX, SandboxPool, check_sandbox
+from ludic.envs.code_exec.sandbox.pool import (
+    DEFAULT_SANDBOX,
+    SandboxPool,
+    check_sandbox,
+    shared_pool,
+)
 from ludic.envs.code_exec.sandbox.worker import Program
 
 _MAX_LINE, _MAX_TEXT = 128 << 10, 9000
@@ -24,18 +28,10 @@ _MAX_LINE, _MAX_TEXT = 128 << 10, 9000
 _SESSIONS = 64
 _PROGRAM = Path(__file__).with_name("session_program.py")
 
-_pools: dict[tuple[int, str], SandboxPool] = {}
-_making = threading.Lock()
-
 
 def session_pool(sandbox: str) -> SandboxPool:
-    """The sandboxes of all sessions of this process: at most 64 at the same time. A process that
-    was forked has its own, since sandboxes are the processes of whoever started them."""
-    key = (os.getpid(), sandbox)
-    with _making:
-        if key not in _pools:
-            _pools[key] = SandboxPool(sandbox, workers=_SESSIONS, queue_s=30.0)
-        return _pools[key]
+    """The sandboxes of all sessions of this process: at most 64 at the same time."""
+    return shared_pool(sandbox, _SESSIONS, queue_s=30.0)
 
 
 class PythonTool:

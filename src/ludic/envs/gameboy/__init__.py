@@ -1,7 +1,7 @@
 """Game Boy games as environments: the emulator is PyBoy, and a game is a file that describes it.
 
-`description` is what such a file says, `memory` reads a running game through it, `walking` knows
-the ground, `milestones` gives the rewards, and `env` puts them together.
+`description` is what such a file says, `emulator` runs the game, `memory` reads it through its
+description, `walking` knows the ground, and `env` puts them together and gives the rewards.
 """
 
 from ludic.envs.gameboy.description import Game as Game

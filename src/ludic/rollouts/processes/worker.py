@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from ludic.agents.mcp import tool_servers
 from ludic.errors import (
     ConfigError,
-    DeadlineError,
     LudicError,
     NotTrainableError,
     SerializationError,
@@ -44,7 +43,7 @@ from ludic.rollouts.processes.messages import (
 from ludic.rollouts.requests import PlannedEpisode
 from ludic.rollouts.storage import rollout_line
 from ludic.types import ChatResponse
-from ludic.workers.deadlines import deadline
+from ludic.workers.deadlines import bounded
 from ludic.workers.frames import Channel
 
 T = TypeVar("T")
@@ -65,14 +64,9 @@ class RemoteClient:
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
         """Asks there; an error from there is raised here."""
-        timeout_s = request.timeout_s
-        try:
-            with deadline(timeout_s):
-                response = await self._worker.ask(self._number, request)
-        except TimeoutError as exc:
-            if isinstance(exc, DeadlineError):
-                raise
-            raise DeadlineError("a completion", "the process that samples", timeout_s or 0) from exc
+        answer = self._worker.ask(self._number, request)
+        whom = "the process that samples"
+        response = await bounded(answer, "a completion", whom, request.timeout_s)
         trace = response.trace
         if trace is not None and not trace.prompt_token_ids:  # which is known here
             trace = changed(trace, prompt_token_ids=request.prompt_token_ids)

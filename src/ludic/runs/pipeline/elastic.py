@@ -33,12 +33,10 @@ def wanted(
 class Elastic:
     """Adds and removes actors, one at a time, on what the trainer said of its last batch."""
 
-    def __init__(
-        self, cluster: ClusterSection, update: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, cluster: ClusterSection, update: int) -> None:
         self._least, self._most = cluster.actors_min, cluster.actors_max or cluster.actors_min
-        self._update, self._clock = update, clock
-        self._changed = clock()
+        self._update = update
+        self._changed = time.monotonic()
         self._step: object = None
 
     def adjust(
@@ -46,7 +44,7 @@ class Elastic:
     ) -> None:
         """Changes the number of actors if it is time to."""
         names = supervisor.names("actor")
-        since = self._clock() - self._changed
+        since = time.monotonic() - self._changed
         trainer = status.trainer
         step = trainer.get("step")
         if since < GROW_S or step == self._step:
@@ -64,7 +62,7 @@ class Elastic:
             return
         if to > len(names) > supervisor.running("actor"):  # those that wait for a place come first
             return
-        self._changed, self._step = self._clock(), step
+        self._changed, self._step = time.monotonic(), step
         if to < len(names):
             supervisor.remove(names[-1])
         else:

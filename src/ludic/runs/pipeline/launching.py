@@ -29,6 +29,7 @@ from ludic.launch.processes import free_port, private_file
 from ludic.pipeline import LocalRedis, PipelineConfig
 from ludic.pipeline.servers import record_role
 from ludic.pipeline.store import Store
+from ludic.runs.interruption import handling
 from ludic.runs.model import algorithm_of
 from ludic.runs.pipeline import address
 from ludic.runs.pipeline.elastic import Elastic
@@ -153,7 +154,7 @@ class Launch:
                 again=lambda role: self._wants(role, store),
             )
             stack.callback(supervisor.close)
-            stack.enter_context(self._interruptible())
+            stack.enter_context(handling(self._interrupted, signal.SIGINT, signal.SIGTERM))
             for role in roles:
                 supervisor.add(role)
             self._watch(supervisor, store, environment)
@@ -290,26 +291,12 @@ class Launch:
 
     # Stopping
 
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
+    def _interrupted(self, *_: object) -> None:
         """The first Ctrl-C or SIGTERM stops the run with a checkpoint, the second ends it."""
-
-        def heard(*_: object) -> None:
-            self._interrupts += 1
-            if self._interrupts > 1:
-                raise KeyboardInterrupt
-            os.write(2, b"\nstopping after this step, with a checkpoint; again to end at once\n")
-
-        try:
-            before = {sign: signal.signal(sign, heard) for sign in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # only the main thread hears of signals
-            yield
-            return
-        try:
-            yield
-        finally:
-            for sign, handler in before.items():
-                signal.signal(sign, handler)
+        self._interrupts += 1
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+        os.write(2, b"\nstopping after this step, with a checkpoint; again to end at once\n")
 
     def _asked_to_stop(self, supervisor: Supervisor) -> bool:
         """Whether it is time to leave: nothing runs that could be stopped, or not in time."""

@@ -25,11 +25,11 @@ class Environment:
     variables: Mapping[str, str] = field(default_factory=dict)
     secrets: Path | None = None
 
-    def role(self, name: str, *words: str, log: Path | None = None, **options: object) -> Role:
+    def role(self, name: str, *words: str, **options: object) -> Role:
         return Role(
             name,
             (self.python, "-m", "ludic", *words),
-            log or role_log(self.run, name),
+            role_log(self.run, name),
             folder=self.folder,
             secrets=self.secrets,
             **{"variables": self.variables, **options},  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from ludic.eval import Estimate, EvalReport, Headline, headline_of
 from ludic.eval.report import read_report
 from ludic.runs.results.terminal import outcomes_of, read_curve
 from ludic.runs.settings import check_run
-from ludic.runs.storage import RunFolder
+from ludic.runs.storage import EVALUATIONS, RunFolder
 
 _LOAD_MODEL = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -151,7 +151,6 @@ def _versions(facts: RunFacts) -> list[str]:
     return ["## Versions", "\n".join(lines)] if lines else []
 
 
-STAGES = ("before", "after_sft", "after_rl")
 _PRIVATE = {"servers", "server", "publish_address", "publish_port", "vllm_python", "folder"}
 _PRIVATE |= {"api_key_env", "api_key_file", "machine", "run_file_folder"}
 _PATH = re.compile(r"(?:~|(?<![\w.:/<-]))/(?:[^\s:=,\"']+/)*([^\s:=,\"'/]+)/?")
@@ -180,7 +179,7 @@ class RunFacts:
         models. What a run that was stopped did not come to is left out, as is what came after the
         cold start if that is published."""
         summary = folder.read_json("summary.json") if folder.has("summary.json") else {}
-        stages = STAGES[:2] if which == "sft" else STAGES
+        stages = EVALUATIONS[:2] if which == "sft" else EVALUATIONS
         there = {s: folder.evals / f"{s}.json" for s in stages}
         _, rewards = read_curve(folder.metrics, "train/reward_mean")
         _, tokens = read_curve(folder.metrics, "train/completion_tokens")

@@ -41,6 +41,7 @@ Role = Literal["program", "judge"]
 """Whose code a sandbox runs: anybody's, or only that of the task's author."""
 
 DEFAULT_SANDBOX = "bubblewrap"
+QUEUE_S = 600.0
 SANDBOXES: dict[str, type[BubblewrapSandbox] | type[PlainSandbox]] = {
     "bubblewrap": BubblewrapSandbox,
     "plain": PlainSandbox,
@@ -96,7 +97,7 @@ class SandboxPool:
         workers: int | None = None,
         breaker_failures: int = 6,
         breaker_s: float = 30.0,
-        queue_s: float = 600.0,
+        queue_s: float = QUEUE_S,
     ) -> None:
         workers = workers if workers is not None else os.cpu_count() or 1
         if workers < 1:
@@ -265,14 +266,17 @@ class SandboxPool:
         self.close()
 
 
-_shared: dict[tuple[int, str, int | None], SandboxPool] = {}
+_shared: dict[tuple[int, str, int | None, float], SandboxPool] = {}
 _sharing = threading.Lock()
 
 
-def shared_pool(sandbox: str = DEFAULT_SANDBOX, workers: int | None = None) -> SandboxPool:
-    """The pool that every environment of this process with the same wishes uses."""
-    key = (os.getpid(), sandbox, workers)
+def shared_pool(
+    sandbox: str = DEFAULT_SANDBOX, workers: int | None = None, queue_s: float = QUEUE_S
+) -> SandboxPool:
+    """The pool that all of this process with the same wishes use. A process that was forked has its
+    own, since sandboxes are the processes of whoever started them."""
+    key = (os.getpid(), sandbox, workers, queue_s)
     with _sharing:
         if key not in _shared:
-            _shared[key] = SandboxPool(sandbox, workers=workers)
+            _shared[key] = SandboxPool(sandbox, workers=workers, queue_s=queue_s)
         return _shared[key]
