@@ -116,11 +116,13 @@ async def measure(
         batch = client._scheduler.batch  # type: ignore[attr-defined]
         graphs, chosen = batch.graphs, batch.parts
         for name in names:
-            batch.parts = by_parts.get(name, chosen)
+            given = by_parts.get(name)
+            batch.parts = dict.fromkeys(chosen, given) if given else chosen
             with variant(name, tiles if name == "tiles" else {}):
                 for count in rows:
                     times[name, count] = step_ms(client, count, context)
-                    what = f"{shape} rank {rank} {name} {count} rows, {batch.parts} programs each"
+                    shared = batch.parts[batch.sizes(count, context)[0]]
+                    what = f"{shape} rank {rank} {name} {count} rows, {shared} programs each"
                     print(f"{what}: {times[name, count]:.3f} ms", flush=True)
                     if profile:
                         print_kernels(client, count, context)

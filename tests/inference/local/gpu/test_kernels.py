@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ludic.inference.local import LocalChatClient, build, sizes
+from ludic.inference.local import LocalChatClient, build
 from ludic.inference.local.attention import register, rotate
 from ludic.inference.local.family_check import through_slots
 from ludic.inference.local.gpu import prefill
@@ -86,7 +86,7 @@ def test_layers_leave_parts_of_their_sums_to_the_next_norm(
     model = family("Llama", **wide, num_hidden_layers=2).half()
     monkeypatch.setattr(kernels, "can_be_early", lambda device: True)
     register()
-    shape = sizes.kv_shape(model, model.config)
+    shape = build.kv_shape(model, model.config)
     ids = torch.tensor([[5, 6]])
     logits, used = [], list[torch.Tensor]()
     whole = kernels.split_product
