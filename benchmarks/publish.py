@@ -290,19 +290,20 @@ async def to_vllm(policy: Policy, times: int, url: str, kind: str, running: int)
             plane="ipc" if on_gpu else "auto",
         )
         publisher = BackgroundPublisher(inner, timeout_s=WAIT_S, held=True)
-        asked, config = list[asyncio.Task[int]](), policy.model.config
+        config, lost = policy.model.config, 0
         long = min(1024, config.max_position_embeddings - 64)
         for number in range(times):
+            asked = list[asyncio.Task[int]]()
             if kind == "running" and number:  # not beside the first, which warms up
-                if number == 1:
-                    asked = [
-                        group.create_task(long_request(client, n, long, config.vocab_size))
-                        for n in range(running)
-                    ]
+                asked = [
+                    group.create_task(long_request(client, n, long, config.vocab_size))
+                    for n in range(running)
+                ]
                 await asyncio.sleep(1.0)
-                if all(task.done() for task in asked):
-                    raise LudicError("the requests ended before all publishes: ask for longer ones")
             start, wait, end = await trainer_publishes(policy, publisher)
+            if any(task.done() for task in asked):
+                raise LudicError("requests ended before the publish did: ask for longer ones")
+            lost += sum(tokens != long for tokens in await asyncio.gather(*asked))
             report = publisher.last
             assert report is not None
             pause = report.details["stall_s"]
@@ -312,7 +313,7 @@ async def to_vllm(policy: Policy, times: int, url: str, kind: str, running: int)
             say(f"  {json.dumps(stages)}")
     figures: dict[str, Any] = {**medians(rows), "readings": rows[1:], "stages": stages}
     if kind == "running":
-        figures["lost"] = sum(task.result() != long for task in asked)
+        figures["lost"] = lost
     return figures
 
 
