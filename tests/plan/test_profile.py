@@ -50,6 +50,10 @@ def test_a_file_that_is_no_profile_is_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be read"):
             load_profile(path)
     facts = load_profile("h200").plain()
+    for odd in ({"like": 5}, {"like": "h200", "figures": {}}):
+        path.write_text(json.dumps(facts | odd))
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load_profile(path)
     facts["figures"]["decode_row_s"]["value"] = -1
     del facts["figures"]["latency_s"]
     path.write_text(json.dumps(facts))

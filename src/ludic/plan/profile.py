@@ -127,10 +127,10 @@ def load_profile(name: str | Path) -> Profile:
 def _read(facts: Any, name: str) -> Profile:
     try:
         profile = msgspec.convert(facts, Profile)
-    except msgspec.ValidationError as exc:
+        if like := facts.get("like"):
+            profile = scaled(load_profile(like), profile)
+    except (msgspec.ValidationError, KeyError, TypeError) as exc:
         raise ConfigError(f"the profile {name} cannot be read: {exc}") from exc
-    if like := facts.get("like"):
-        profile = scaled(load_profile(like), profile)
     missing = [key for key in FIGURES if key not in profile.figures]
     wrong = [key for key, f in profile.figures.items() if not 0 <= f.value < float("inf")]
     if missing or wrong:

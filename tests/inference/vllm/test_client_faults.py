@@ -91,6 +91,12 @@ async def test_what_cannot_pass_is_not_tried_again(client: VLLMChatClient, fake:
     assert fake.calls[GENERATE] == asked + 1
 
 
+async def test_an_empty_prompt_is_refused_without_a_server() -> None:
+    client = VLLMChatClient(f"http://127.0.0.1:{free_port()}", model="tiny")
+    with pytest.raises(RequestRejectedError, match="empty"):
+        await client.complete_tokens(request([]))
+
+
 async def test_a_server_that_keeps_failing_is_named_with_its_reason(
     client: VLLMChatClient, fake: FakeVLLM
 ) -> None:

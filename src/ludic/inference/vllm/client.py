@@ -94,6 +94,7 @@ class VLLMChatClient(Rotation):
         limit = self._timeout_s if request.timeout_s is None else request.timeout_s
         if not limit > 0:
             raise RequestRejectedError(f"timeout_s={limit}: must be more than 0")
+        completion_room(request.prompt_token_ids, None, "")  # an empty one needs no server
         connection = await self._connections.get()
         failures: list[str] = []
 
