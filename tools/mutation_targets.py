@@ -91,6 +91,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/sharding",
     ),
     "training/config.py": (
+        "tests/training/test_config.py",
         f"{_UPDATE}/test_optimizer.py",
         "tests/runs/test_defaults.py",
         "tests/training/test_trainer.py",

@@ -20,7 +20,13 @@ from ludic.training import (
     MonteCarloReturn,
     PerStepReward,
 )
-from ludic.training.credit_assignment.returns import rollout_return, spread, turn_rewards
+from ludic.training.credit_assignment.returns import (
+    compactions,
+    role_groups,
+    rollout_return,
+    spread,
+    turn_rewards,
+)
 from ludic.types import AgentStep, EnvironmentStep, FinishReason, Message, Rollout
 from tests.oracles import credit as oracle
 from tests.oracles.rollouts import make_rollout
@@ -38,6 +44,20 @@ def test_monte_carlo_returns_are_the_discounted_sums(rewards: list[float], gamma
     rollout = make_rollout("a", rewards)
     found = weights_of(MonteCarloReturn(gamma).compute([rollout]), rollout)
     assert found == pytest.approx(oracle.monte_carlo(rewards, gamma))
+
+
+def test_a_compaction_discounts_nothing_whatever_comes_after_it() -> None:
+    rollout = make_rollout("a", [1.0, 0.0, 4.0, 8.0])
+    steps = list(rollout.steps)
+    summary = steps[3]
+    assert isinstance(summary, EnvironmentStep)
+    steps[3] = replace(summary, stepped=False, info={"compacted": True})
+    compacted = replace(rollout, steps=tuple(steps))
+    found = weights_of(MonteCarloReturn(0.5).compute([compacted]), compacted)
+    assert found == [1.0 + 0.5 * 8.0, 8.0, 4.0 + 0.5 * 8.0, 8.0]
+    assert compactions(compacted) == {1}
+    assert spread([compacted], [2.0]) == {("a", turn): 2.0 for turn in range(4)}
+    assert spread([compacted], [2.0], "none") == {("a", turn): 2.0 for turn in (0, 2, 3)}
 
 
 def test_every_rollout_needs_a_weight() -> None:
@@ -189,6 +209,10 @@ def test_a_group_with_a_missing_member_is_an_error_that_names_it() -> None:
     rollouts = [make_rollout(str(i), [1.0], group="g7") for i in range(3)]
     with pytest.raises(CreditError, match=r"group 'g7' has 3 rollouts .* group_size=4"):
         GroupNormalizedReturn(4).compute([*whole, *rollouts])
+    with pytest.raises(CreditError, match="group 'g7'"):
+        HybridNormalizedReturn(4).compute([*whole, *rollouts])
+    with pytest.raises(CreditError, match="group 'g7'"):
+        role_groups([*whole, *rollouts], 4)
 
 
 def test_a_partial_group_may_be_allowed_and_one_left_alone_gets_zero() -> None:
@@ -214,7 +238,17 @@ def test_a_rollout_without_a_group_is_an_error_that_says_what_to_do() -> None:
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 2"):
         GroupNormalizedReturn(1)
-    with pytest.raises(ConfigError, match="gamma"):
-        MonteCarloReturn(1.5)
+    for gamma in (1.001, -1e-9, math.nan):
+        with pytest.raises(ConfigError, match="gamma"):
+            MonteCarloReturn(gamma)
     with pytest.raises(ConfigError, match="finite"):
         ConstantCredit(math.nan)
+
+
+def test_what_is_not_set_changes_nothing() -> None:
+    assert MonteCarloReturn() == MonteCarloReturn(1.0)
+    assert ConstantCredit() == ConstantCredit(1.0)
+    assert GroupNormalizedReturn(2) == GroupNormalizedReturn(2, False, 1e-4, False, "advantage")
+    assert HybridNormalizedReturn(2) == HybridNormalizedReturn(2, 1e-4, True, False, "advantage")
+    assert GroupNormalizedReturn(2).with_partial_groups().allow_partial
+    assert HybridNormalizedReturn(2).with_partial_groups().allow_partial
