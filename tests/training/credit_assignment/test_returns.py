@@ -103,9 +103,11 @@ def test_a_turn_without_a_call_counts_to_the_turn_before_or_to_the_first() -> No
         outcome(2, (2,), 4.0),
         replace(call, turn_index=3),
         outcome(3, (4,), 8.0),
-        outcome(4, (), 16.0),
+        replace(call, turn_index=4),
+        outcome(4, (6,), 16.0),
+        outcome(5, (), 32.0),
     )
-    assert turn_rewards(Rollout("a", steps)) == [(2, 7.0), (3, 24.0)]
+    assert turn_rewards(Rollout("a", steps)) == [(2, 7.0), (3, 8.0), (4, 48.0)]
 
 
 @pytest.mark.parametrize("credit", [EpisodicReturn(), MonteCarloReturn()])
@@ -113,6 +115,8 @@ def test_rewards_that_add_up_to_more_than_a_float_are_named(credit: Any) -> None
     rollout = make_rollout("a", [1e308, 1e308])
     with pytest.raises(CreditError, match=r"'a': its 2 rewards, up to 1e\+308, .* scale"):
         credit.compute([rollout])
+    largest = make_rollout("a", [1e150])
+    assert credit.compute([largest]) == {("a", 0): 1e150}
 
 
 @given(rewards=rewards)
@@ -220,6 +224,8 @@ def test_a_partial_group_may_be_allowed_and_one_left_alone_gets_zero() -> None:
     alone = make_rollout("alone", [9.0], group="single")
     weights = GroupNormalizedReturn(4, True, allow_partial=True).compute([*pair, alone])
     assert weights["alone", 0] == 0
+    hybrid = HybridNormalizedReturn(4, filter_zvp=False, allow_partial=True)
+    assert hybrid.compute([alone]) == {("alone", 0): 0}
     assert weights["1", 0] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-4))
 
 
