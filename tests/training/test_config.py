@@ -127,7 +127,7 @@ def test_a_checkpoint_is_written_and_kept_at_least_once_and_waited_for() -> None
     CheckpointConfig("folder", every=1, keep=1, write_timeout_s=0.5)
     for changes in ({"every": 0}, {"keep": 0}, {"write_timeout_s": 0.0}):
         with pytest.raises(ConfigError, match=next(iter(changes))):
-            CheckpointConfig("folder", **changes)  # type: ignore[arg-type]
+            CheckpointConfig("folder", **changes)
 
 
 def test_a_batch_gives_an_optimizer_step_for_each_mini_batch_of_each_epoch() -> None:

@@ -57,11 +57,15 @@ def test_padding_is_whole_sequences_of_a_token_and_its_keys_at_least(
     [
         # Up to the next of a few sizes each, with a token for each sequence of padding.
         (Sizes(100, 3, 20, 50, 0, 0), Sizes(128, 16, 32, 128, 0, 0)),
+        (Sizes(110, 3, 20, 50, 0, 0), Sizes(128, 16, 32, 128, 0, 0)),
         (Sizes(1, 1, 1, 1, 0, 0), Sizes(16, 16, 16, 128, 0, 0)),
         (Sizes(1000, 15, 256, 128, 0, 0), Sizes(1024, 16, 256, 128, 0, 0)),
         (Sizes(1000, 16, 257, 129, 0, 0), Sizes(1024, 32, 320, 256, 0, 0)),
         (Sizes(9000, 70, 3000, 300, 0, 0), Sizes(10240, 80, 3072, 384, 0, 0)),
         (Sizes(9200, 70, 3000, 120, 0, 0), Sizes(10240, 80, 3072, 128, 0, 0)),
+        # More sequences of padding where the tokens or keys of fewer would be too long.
+        (Sizes(8200, 79, 3000, 100, 0, 0), Sizes(10240, 96, 3072, 128, 0, 0)),
+        (Sizes(1000, 79, 400, 50, 8200, 100), Sizes(1024, 96, 448, 128, 10240, 128)),
         (Sizes(60, 4, 40, 30, 100, 40), Sizes(80, 16, 48, 128, 128, 128)),
         (Sizes(600, 12, 400, 100, 6000, 600), Sizes(640, 16, 448, 128, 6144, 640)),
         (Sizes(2000, 15, 400, 600, 2010, 610), Sizes(2048, 16, 448, 640, 2560, 640)),
@@ -188,6 +192,14 @@ def test_a_capture_needs_a_quarter_more_than_the_pass_took_and_some_to_spare(
         graphs = graphs_of(Policy(tiny_model()), capture=True)
         monkeypatch.setattr(graphs, "free_memory", lambda m=missing: 5000 + 2**30 - m)
         assert graphs.may_capture(4000) is may
+
+
+def test_captures_pause_for_longer_after_every_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = graphs_of(Policy(tiny_model()), capture=True)
+    monkeypatch.setattr(graphs, "free_memory", lambda: 2**40)
+    for passes in (200, 400):
+        graphs.failed("busy")
+        assert [graphs.may_capture(0) for _ in range(passes + 1)] == [False] * passes + [True]
 
 
 def test_a_pass_that_is_never_captured_counts_no_memory() -> None:
