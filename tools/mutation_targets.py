@@ -59,6 +59,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "training/update/logprobs.py": (f"{_UPDATE}/test_logprobs.py", _UPDATE),
     "training/update/checks.py": (
+        f"{_UPDATE}/test_checks.py",
         f"{_UPDATE}/test_policy.py",
         f"{_UPDATE}/test_sharing.py",
         "tests/tools/test_families.py",
@@ -91,6 +92,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/sharding",
     ),
     "training/config.py": (
+        "tests/training/test_config.py",
         f"{_UPDATE}/test_optimizer.py",
         "tests/runs/test_defaults.py",
         "tests/training/test_trainer.py",
@@ -123,7 +125,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/checkpoints",
         _RANKS,
     ),
-    "training/update/graphed.py": ("tests/training/update/test_graphed.py",),
+    "training/update/graphed.py": (
+        f"{_UPDATE}/test_graph_sizes.py",
+        f"{_UPDATE}/test_graphed.py",
+    ),
     "rollouts/requests.py": (
         "tests/rollouts/test_requests.py",
         "tests/rollouts/test_curricula.py",
@@ -137,7 +142,12 @@ _AT_ONCE = "how much is taken at once changes no result"
 _ORDER = "it only makes ranks wait for each other"
 _ON_A_GPU = "only a GPU does it: tests/gpu"
 _MARGIN = "what leaks lies far above the bound, and what is rounded far below"
+_SAME_LENGTH = "the two are made of one list, so neither can be longer"
+_ANY_TOKENS = "any tokens that differ show it"
 _CHECKS = "training/update/checks.py"
+_GRAPHED = "training/update/graphed.py"
+_PACKING = "training/update/packing.py"
+_RETURNS = "training/credit_assignment/returns.py"
 _CHECKPOINT = "training/checkpoint.py"
 _CONTENTS = "training/checkpoint_contents.py"
 _CUDA_STATE = 'if world.device.type == "cuda" and "rng/cuda" in file.keys(): # noqa: SIM118'
@@ -200,5 +210,97 @@ UNSEEN: dict[tuple[str, str, str], str] = {
     (_CONTENTS, _CUDA_STATE, "Eq -> NotEq"): _ON_A_GPU,
     (_CONTENTS, _CUDA_STATE, "In -> NotIn"): _ON_A_GPU,
     (_CONTENTS, _CUDA_STATE, "and <-> or"): _ON_A_GPU,
+    (_RETURNS, "_LARGEST_RETURN = 1e150", "1e+150 -> 1e+150"): "it is the same number",
+    (
+        _RETURNS,
+        "std = centred[counted].std(ddof=1) if counted.sum() > 1 else 0.0",
+        "0.0 -> 1.0",
+    ): "what it divides is 0 then",
+    (
+        _RETURNS,
+        "if len(members) < group_size and allow_partial:",
+        "Lt -> LtE",
+    ): "a whole group has been passed before",
+    (
+        "training/update/planning.py",
+        "if packs and size <= micro_token_budget:",
+        "LtE -> Lt",
+    ): "what fills a micro-batch is alone in it either way",
+    (
+        _CHECKS,
+        "return SAWItem(ids.numpy(), mask, np.concatenate([np.zeros(1, np.int8), mask[1:]]), 1.0)",
+        "1.0 -> 2.0",
+    ): "a log-prob does not depend on its token's weight",
+    (
+        _CHECKS,
+        "for row, first in zip(rows, (0, 1, 0), strict=True): "
+        "# the second row comes last in their order",
+        "1 -> 2",
+    ): "any token above the others' comes last",
+    (_CHECKS, "rows[1][-own:] += 1", "Add= -> Sub="): _ANY_TOKENS,
+    (_CHECKS, "rows[2][-own:] += 2", "2 -> 3"): _ANY_TOKENS,
+    (_CHECKS, "rows[2][-own:] += 2", "Add= -> Sub="): _ANY_TOKENS,
+    (_CHECKS, "ids = _random_ids(causal, 8, device)[None]", "8 -> 9"): _ANY_TOKENS,
+    (
+        _CHECKS,
+        "changed[0, -1].add_(1).remainder_(vocabulary_size(causal))",
+        "1 -> 2",
+    ): _ANY_TOKENS,
+    (_CHECKS, "_LARGEST_LOGIT = 100.0", "100.0 -> 101.0"): _MARGIN,
+    (
+        _CHECKS,
+        "return bool((a - b).abs().max() <= 32 * eps * "
+        "torch.maximum(a.abs().max(), b.abs().max()))",
+        "32 -> 33",
+    ): _MARGIN,
+    (_GRAPHED, "for _ in range(8):", "8 -> 9"): "sizes that fit are found sooner, or not at all",
+    (
+        _GRAPHED,
+        "old.copy_(value, non_blocking=True)",
+        "True -> False",
+    ): _ON_A_GPU,
+    (
+        _GRAPHED,
+        "return torch.cat([cu_seqlens, cu_seqlens[-1:] + "
+        "more.to(cu_seqlens.device, non_blocking=True)])",
+        "True -> False",
+    ): _ON_A_GPU,
+    (_GRAPHED, "self._before = 0", "0 -> 1"): "it is set before it is read",
+    (_GRAPHED, "self.took = 0", "0 -> 1"): "it is set before it is read",
+    **{
+        (path, line, "True -> False"): _SAME_LENGTH
+        for path, line in (
+            (
+                "saw/batch.py",
+                "for column in zip(*[_attached(item.attachments) for item in items], strict=True):",
+            ),
+            ("saw/batch.py", "for values, count in zip(column, counts, strict=True):"),
+            ("saw/batch.py", "for item, count in zip(items, counts, strict=True):"),
+            (
+                "saw/batch.py",
+                "for name, value in zip(_ATTACHED, _attached(attachments), strict=True):",
+            ),
+            (
+                "training/preprocess.py",
+                "items = (_charge(i, c) for i, c in zip(batch.items, charges, strict=True))",
+            ),
+            (_PACKING, "return list(zip(rows, shared, strict=True))"),
+            (
+                "training/update/planning.py",
+                "return sum(max(map(_load, together)) for together in zip(*plan, strict=True))",
+            ),
+            (
+                _CHECKS,
+                "for row, first in zip(rows, (0, 1, 0), strict=True): "
+                "# the second row comes last in their order",
+            ),
+            (_GRAPHED, "if any(mine < other for mine, other in zip(self, inner, strict=True)):"),
+            (_GRAPHED, "for (parameter, _), copy in zip(fresh, copies, strict=True):"),
+            (
+                _GRAPHED,
+                "for fixed, new in zip(self.grads, (grad_logprobs, grad_entropies), strict=True):",
+            ),
+        )
+    },
 }
 """(file, the line with the fault, white space folded; what is changed) -> why no test notices."""

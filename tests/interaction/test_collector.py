@@ -97,6 +97,10 @@ def test_components_that_add_up_but_for_rounding_stay_as_they_are() -> None:
         parts = {"x": reward / 3, "y": 2 * reward / 3 + reward * 1e-12}
         track.add_outcome(StepOutcome("", reward, reward_components=parts))
         assert last(track).reward_components == parts
+    for apart, components in ((1e-9, {"x": -1e-9}), (2e-9, {"x": -2e-9, "env": 2e-9})):
+        track = AgentTrack("a", "e/a")
+        track.add_outcome(StepOutcome("", 0.0, reward_components={"x": -apart}))
+        assert last(track).reward_components == components
 
 
 def test_components_named_like_ours_are_added_to_ours() -> None:

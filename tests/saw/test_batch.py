@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ludic.errors import BatchError, CreditError
 from ludic.saw import SampleAttachments, SAWItem, TurnSpan, count_items, make_batch
+from ludic.saw import batch as batch_module
 
 
 def item(**changes: object) -> SAWItem:
@@ -137,3 +138,14 @@ def test_an_item_without_a_rollout_is_completed_among_others() -> None:
     batch = make_batch([SOUND, replace(SOUND, rollout_id=""), replace(SOUND, turns=())])
     assert [i.rollout_id for i in batch.items] == ["r", "item-1", "r"]
     assert batch.items[2].turns == (TurnSpan(0, 2, 0, 1.0),)
+    batch = make_batch([SOUND, replace(SOUND, rollout_id="")])
+    assert [i.rollout_id for i in batch.items] == ["r", "item-1"]
+
+
+def test_items_that_are_complete_and_sound_are_not_looked_at_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = SampleAttachments(token_weights=_floats(1.0, 2.0), behavior_logprobs=_floats(0, 0))
+    items = (SOUND, replace(SOUND, weight=math.nan, attachments=weights))
+    monkeypatch.delattr(batch_module, "_completed")
+    assert make_batch(items).items == items

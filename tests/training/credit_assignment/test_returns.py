@@ -20,7 +20,13 @@ from ludic.training import (
     MonteCarloReturn,
     PerStepReward,
 )
-from ludic.training.credit_assignment.returns import rollout_return, spread, turn_rewards
+from ludic.training.credit_assignment.returns import (
+    compactions,
+    role_groups,
+    rollout_return,
+    spread,
+    turn_rewards,
+)
 from ludic.types import AgentStep, EnvironmentStep, FinishReason, Message, Rollout
 from tests.oracles import credit as oracle
 from tests.oracles.rollouts import make_rollout
@@ -38,6 +44,20 @@ def test_monte_carlo_returns_are_the_discounted_sums(rewards: list[float], gamma
     rollout = make_rollout("a", rewards)
     found = weights_of(MonteCarloReturn(gamma).compute([rollout]), rollout)
     assert found == pytest.approx(oracle.monte_carlo(rewards, gamma))
+
+
+def test_a_compaction_discounts_nothing_whatever_comes_after_it() -> None:
+    rollout = make_rollout("a", [1.0, 0.0, 4.0, 8.0])
+    steps = list(rollout.steps)
+    summary = steps[3]
+    assert isinstance(summary, EnvironmentStep)
+    steps[3] = replace(summary, stepped=False, info={"compacted": True})
+    compacted = replace(rollout, steps=tuple(steps))
+    found = weights_of(MonteCarloReturn(0.5).compute([compacted]), compacted)
+    assert found == [1.0 + 0.5 * 8.0, 8.0, 4.0 + 0.5 * 8.0, 8.0]
+    assert compactions(compacted) == {1}
+    assert spread([compacted], [2.0]) == {("a", turn): 2.0 for turn in range(4)}
+    assert spread([compacted], [2.0], "none") == {("a", turn): 2.0 for turn in (0, 2, 3)}
 
 
 def test_every_rollout_needs_a_weight() -> None:
@@ -83,9 +103,11 @@ def test_a_turn_without_a_call_counts_to_the_turn_before_or_to_the_first() -> No
         outcome(2, (2,), 4.0),
         replace(call, turn_index=3),
         outcome(3, (4,), 8.0),
-        outcome(4, (), 16.0),
+        replace(call, turn_index=4),
+        outcome(4, (6,), 16.0),
+        outcome(5, (), 32.0),
     )
-    assert turn_rewards(Rollout("a", steps)) == [(2, 7.0), (3, 24.0)]
+    assert turn_rewards(Rollout("a", steps)) == [(2, 7.0), (3, 8.0), (4, 48.0)]
 
 
 @pytest.mark.parametrize("credit", [EpisodicReturn(), MonteCarloReturn()])
@@ -93,6 +115,8 @@ def test_rewards_that_add_up_to_more_than_a_float_are_named(credit: Any) -> None
     rollout = make_rollout("a", [1e308, 1e308])
     with pytest.raises(CreditError, match=r"'a': its 2 rewards, up to 1e\+308, .* scale"):
         credit.compute([rollout])
+    largest = make_rollout("a", [1e150])
+    assert credit.compute([largest]) == {("a", 0): 1e150}
 
 
 @given(rewards=rewards)
@@ -189,6 +213,10 @@ def test_a_group_with_a_missing_member_is_an_error_that_names_it() -> None:
     rollouts = [make_rollout(str(i), [1.0], group="g7") for i in range(3)]
     with pytest.raises(CreditError, match=r"group 'g7' has 3 rollouts .* group_size=4"):
         GroupNormalizedReturn(4).compute([*whole, *rollouts])
+    with pytest.raises(CreditError, match="group 'g7'"):
+        HybridNormalizedReturn(4).compute([*whole, *rollouts])
+    with pytest.raises(CreditError, match="group 'g7'"):
+        role_groups([*whole, *rollouts], 4)
 
 
 def test_a_partial_group_may_be_allowed_and_one_left_alone_gets_zero() -> None:
@@ -196,6 +224,8 @@ def test_a_partial_group_may_be_allowed_and_one_left_alone_gets_zero() -> None:
     alone = make_rollout("alone", [9.0], group="single")
     weights = GroupNormalizedReturn(4, True, allow_partial=True).compute([*pair, alone])
     assert weights["alone", 0] == 0
+    hybrid = HybridNormalizedReturn(4, filter_zvp=False, allow_partial=True)
+    assert hybrid.compute([alone]) == {("alone", 0): 0}
     assert weights["1", 0] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-4))
 
 
@@ -214,7 +244,17 @@ def test_a_rollout_without_a_group_is_an_error_that_says_what_to_do() -> None:
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 2"):
         GroupNormalizedReturn(1)
-    with pytest.raises(ConfigError, match="gamma"):
-        MonteCarloReturn(1.5)
+    for gamma in (1.001, -1e-9, math.nan):
+        with pytest.raises(ConfigError, match="gamma"):
+            MonteCarloReturn(gamma)
     with pytest.raises(ConfigError, match="finite"):
         ConstantCredit(math.nan)
+
+
+def test_what_is_not_set_changes_nothing() -> None:
+    assert MonteCarloReturn() == MonteCarloReturn(1.0)
+    assert ConstantCredit() == ConstantCredit(1.0)
+    assert GroupNormalizedReturn(2) == GroupNormalizedReturn(2, False, 1e-4, False, "advantage")
+    assert HybridNormalizedReturn(2) == HybridNormalizedReturn(2, 1e-4, True, False, "advantage")
+    assert GroupNormalizedReturn(2).with_partial_groups().allow_partial
+    assert HybridNormalizedReturn(2).with_partial_groups().allow_partial

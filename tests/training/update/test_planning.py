@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from torch import nn
 
 from ludic.errors import BatchError
+from ludic.inference.tiny import tiny_model
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWItem, TurnSpan
 from ludic.training.update.packing import Layout, lay_out
-from ludic.training.update.planning import Cost, plan_micro_batches, workload
+from ludic.training.update.planning import Cost, attention_cost, plan_micro_batches, workload
 
 
 def row(ids: Sequence[int], number: int = 0) -> SAWItem:
@@ -206,3 +208,69 @@ def test_a_group_is_spread_over_ranks_in_parts_that_still_share() -> None:
     ]
     plan = plan_micro_batches(layout, micro_token_budget=2000, shares=True)
     assert plan == [[tuple(range(16))]]
+
+
+def test_one_group_is_split_for_two_ranks_into_neighbours_that_share() -> None:
+    layout = begun_alike(16, [16] * 8)
+    plan = plan_micro_batches(layout, micro_token_budget=2000, world_size=2, shares=True)
+    assert plan == [[(0, 1, 2, 6, 7)], [(3, 4, 5)]]  # three rows are what a mean part has room for
+    plan = plan_micro_batches(layout, micro_token_budget=52, world_size=2, shares=True)
+    assert plan == [[(0, 1), (6, 7)], [(2, 3), (4, 5)]]
+
+
+def test_rows_as_long_as_the_longest_that_are_packed_are_packed() -> None:
+    layout = of_lengths(10, 10)
+    for longest, micro_batches in ((10, 1), (9, 2)):
+        (plan,) = plan_micro_batches(layout, micro_token_budget=40, longest_packed=longest)
+        assert len(plan) == micro_batches
+
+
+def test_rows_that_must_stay_together_are_measured_by_themselves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    single, *pair = of_lengths(12, 12, 12).items
+    pair = [replace(i, rollout_id="r") for i in pair]
+    for items in ([single, *pair], [*pair, single]):
+        caplog.clear()
+        layout = lay_out(make_batch(items))
+        (plan,) = plan_micro_batches(layout, micro_token_budget=23, scope="rollout")
+        assert len(plan) == 2
+        (said,) = caplog.messages
+        assert "2 rows with 24 tokens" in said
+
+
+@pytest.mark.parametrize(("shares", "longest"), [(False, 99), (True, 0), (True, 19)])
+def test_rows_that_may_not_share_are_measured_whole(
+    shares: bool, longest: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    items = [replace(i, rollout_id="r") for i in begun_alike(16, [4, 4]).items]
+    layout = lay_out(make_batch(items))
+    for budget, messages in ((40, 0), (39, 1)):
+        caplog.clear()
+        plan_micro_batches(
+            layout,
+            micro_token_budget=budget,
+            scope="rollout",
+            longest_packed=longest,
+            shares=shares,
+        )
+        assert len(caplog.messages) == messages
+
+
+def test_rows_of_one_rollout_that_cannot_be_packed_need_a_single_rank() -> None:
+    items = [replace(i, rollout_id="r") for i in of_lengths(12, 12).items]
+    layout = lay_out(make_batch(items))
+    (plan,) = plan_micro_batches(layout, micro_token_budget=24, scope="rollout", longest_packed=0)
+    assert plan == [(0, 1)]
+    with pytest.raises(BatchError, match=r"must see 2 rows together .* train on one rank"):
+        plan_micro_batches(
+            layout, micro_token_budget=24, scope="rollout", longest_packed=0, world_size=2
+        )
+
+
+def test_attention_costs_as_much_as_the_model_is_narrow() -> None:
+    model = tiny_model(layers=3)
+    config, parameters = model.config, sum(p.numel() for p in model.parameters())
+    assert attention_cost(model) == Cost(3 * config.hidden_size / parameters)
+    assert attention_cost(nn.Linear(2, 3)) == Cost(0.0)
+    assert Cost(0.5)(4) == 4 + 0.5 * 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from ludic.errors import OutOfMemoryError
 from ludic.inference.tiny import tiny_model
 from ludic.plumbing.model_parts import decoder_layers
+from ludic.saw.batch import make_batch
+from ludic.saw.items import SAWItem
 from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.batching.scoring import LocalScores
@@ -243,6 +246,52 @@ def test_halves_keep_together_what_the_loss_sees_together() -> None:
     first, second = halves(layout, (0, 2, 3, 5), "token")
     assert sorted((*first, *second)) == [0, 2, 3, 5]
     assert halves(layout, (3,), "token") == [(3,)]
+
+
+def of_lengths(*lengths: int, rollouts: str = "abcdef") -> Layout:
+    """Rows that begin with their number, of these rollouts."""
+    items = []
+    for number, (length, rollout) in enumerate(zip(lengths, rollouts, strict=False)):
+        mask = np.array([0] * (length - 1) + [1], np.int8)
+        ids = np.full(length, 3 + number)
+        items.append(SAWItem(ids, np.ones(length, np.int8), mask, 1.0, rollout_id=rollout))
+    return lay_out(make_batch(items))
+
+
+def test_halves_are_cut_where_they_differ_least() -> None:
+    assert halves(of_lengths(6, 2, 2, 6), range(4), "token") == [(0, 1), (2, 3)]
+    assert halves(of_lengths(2, 2, 2, 10), range(4), "token") == [(0, 1, 2), (3,)]
+    assert halves(of_lengths(10, 2, 2, 2), range(4), "token") == [(0,), (1, 2, 3)]
+    assert halves(of_lengths(4, 4), range(2), "token") == [(0,), (1,)]
+    together = of_lengths(4, 4, 4, 4, rollouts="abab")
+    assert halves(together, range(4), "rollout") == [(0, 2), (1, 3)]
+    assert halves(together, (1, 3), "rollout") == [(1, 3)]
+    assert halves(together, (1, 3), "token") == [(1,), (3,)]
+
+
+def test_ranks_agree_on_the_worst_verdict_and_the_smallest_size_that_is_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fits, splits, recomputes, _ = range(4)
+    recovery = Recovery(Policy(tiny_model()), World(), BUDGET)
+    for other, own, agreed in (
+        ((fits, -math.inf), (fits, 40), (fits, 40)),
+        ((fits, -math.inf), (splits, 40), (splits, 40)),
+        ((splits, -30.0), (fits, 40), (splits, 30)),
+        ((splits, -30.0), (splits, 40), (splits, 30)),
+        ((splits, -50.0), (splits, 40), (splits, 40)),
+        ((recomputes, -math.inf), (splits, 40), (recomputes, 40)),
+    ):
+        monkeypatch.setattr(
+            World, "largest", lambda _, *mine, other=other: [*map(max, mine, other)]
+        )
+        assert recovery._agreed(*own) == agreed
+
+
+def test_on_one_device_no_layer_is_watched() -> None:
+    policy = Policy(tiny_model())
+    Recovery(policy, World(), BUDGET)
+    assert not any(module._forward_pre_hooks for module in policy.modules())
 
 
 def test_an_optimizer_without_memory_takes_the_same_step(

@@ -115,7 +115,7 @@ class Sizes(NamedTuple):
 
 def _rounded(n: int) -> int:
     """Up by a quarter at most, so that few sizes occur."""
-    step = max(16, 1 << max(n.bit_length() - 3, 0))
+    step = 1 << max(n.bit_length() - 3, 4)
     return -(-n // step) * step
 
 

@@ -1,0 +1,115 @@
+"""What a new trainer tries its model on: which rows, and what is seen in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ludic.errors import ConfigError
+from ludic.inference.tiny import tiny_model
+from ludic.training.update import checks
+from ludic.training.update.checks import check_packing, check_split
+from ludic.training.update.packing import MicroBatch
+from ludic.training.update.policy import Policy
+
+CPU = torch.device("cpu")
+
+
+def tried(policy: Policy, monkeypatch: pytest.MonkeyPatch, longest: int = 2048) -> list[MicroBatch]:
+    """The micro-batches that are scored to find out whether rows can be packed."""
+    micros: list[MicroBatch] = []
+    score = policy.score
+
+    def noting(micro: MicroBatch, *args: Any, **kwargs: Any) -> Any:
+        micros.append(micro)
+        return score(micro, *args, **kwargs)
+
+    monkeypatch.setattr(policy, "score", noting)
+    check_packing(policy, CPU, longest)
+    monkeypatch.undo()
+    return micros
+
+
+def rows(micro: MicroBatch) -> list[Tensor]:
+    return list(torch.split(micro.input_ids, list(micro.lengths)))
+
+
+def test_two_rows_are_tried_together_alone_and_beside_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = Policy(tiny_model())
+    packed, shifted, first, second, longer, *_ = map(rows, tried(policy, monkeypatch))
+    assert [*map(len, packed)] == [15, 20]
+    assert torch.equal(torch.cat(packed), torch.cat([*first, *second]))
+    assert torch.equal(shifted[1], packed[1])
+    assert bool((shifted[0] != packed[0]).all())
+    assert [*map(len, longer)] == [20]
+    assert torch.equal(longer[0][:15], first[0])
+    assert policy.packs
+    assert policy.shares
+
+
+def test_rows_that_share_differ_in_their_ends_and_one_of_them_comes_last_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    *_, whole, shared, beside_another = tried(Policy(tiny_model()), monkeypatch)
+    one, last = rows(whole)
+    assert torch.equal(one[:15], last[:15])
+    assert bool((one[15:] != last[15:]).all())
+    assert shared.lengths == beside_another.lengths == (20, 5)
+    assert [*map(len, rows(whole))] == [20, 20]
+    assert torch.equal(torch.cat(rows(shared)), torch.cat([one, last[15:]]))
+    another, again = rows(beside_another)
+    assert torch.equal(again, last[15:])
+    assert torch.equal(another[:15], one[:15])
+    assert bool((another[16:] != one[16:]).all())
+    assert bool((another[15:] != last[15:]).all())
+
+
+@pytest.mark.parametrize(
+    ("window", "longest", "lengths"),
+    [
+        (30, 2048, (15, 34)),
+        (30, 34, (15, 34)),
+        (30, 33, (15, 20)),
+        (None, 16, (15, 16)),
+        (None, 15, (14, 15)),
+        (None, 3, (2, 3)),
+    ],
+)
+def test_the_second_row_reaches_past_the_window_where_rows_get_that_long(
+    window: int | None,
+    longest: int,
+    lengths: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = Policy(tiny_model())
+    monkeypatch.setattr(checks, "_windows", lambda _: [window] if window else [])
+    assert tried(policy, monkeypatch, longest)[0].lengths == lengths
+    assert policy.packs
+
+
+def test_rows_of_two_tokens_at_most_are_not_tried_and_not_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = Policy(tiny_model())
+    assert tried(policy, monkeypatch, 2) == []
+    assert not policy.packs
+
+
+def test_a_head_of_zeros_is_split_like_any_other() -> None:
+    model = tiny_model(layers=1)
+    head: Any = model.get_output_embeddings()
+    head.weight = nn.Parameter(torch.zeros_like(head.weight))
+    check_split(model, CPU)
+
+
+def test_a_token_that_is_seen_by_the_one_before_it_is_enough_to_refuse_a_model() -> None:
+    model = tiny_model(layers=1)
+    embeddings: Any = model.get_input_embeddings()
+    embeddings.register_forward_hook(lambda _module, _inputs, out: out + 0.5 * out.roll(-1, 1))
+    with pytest.raises(ConfigError, match="no causal language model"):
+        check_split(model, CPU)
