@@ -126,7 +126,7 @@ async def _follow(
     Where none answers, it waits for one that is being started again."""
 
     async def update() -> bool:
-        async with publisher.turn("the list of servers"):
+        async with publisher.turn("the list of servers", publisher.servers_s):
             return bool(await roster.update(client))
 
     changed = await update()
