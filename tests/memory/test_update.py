@@ -24,6 +24,7 @@ from ludic.training.update.planning import Cost
 from ludic.training.update.policy import Policy
 from tests.forked import Forked
 from tests.memory.live_tensors import LiveTensors
+from tests.training.update import plain_kernels
 
 TOKENS = 512
 SIZES: dict[str, Any] = {
@@ -74,6 +75,7 @@ def test_the_peak_is_foretold_of_fused_layers(
     monkeypatch: pytest.MonkeyPatch, targets: Any
 ) -> None:
     monkeypatch.setattr(fused_layers, "_suits", lambda x: True)
+    monkeypatch.setattr(fused_layers, "_kernels", lambda: plain_kernels)
     monkeypatch.setattr(Training, "fuses", lambda self, shape: True)
     assert_foretold("bfloat16", targets, False, SIZES)
 
