@@ -126,7 +126,7 @@ async def test_bad_requests_are_refused_one_by_one_while_others_are_served(
     )
     assert all(isinstance(r, RequestRejectedError) for r in results[:4])
     assert "vocabulary" in str(results[0])
-    assert "max_model_len of 512" in str(results[1])
+    assert "max_model_len=512" in str(results[1])
     assert not any(isinstance(r, BaseException) for r in results[4:])
 
 

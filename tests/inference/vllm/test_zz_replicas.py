@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import chain
 
 import pytest
 
@@ -14,6 +15,7 @@ from ludic.errors import InferenceError, PublishError
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import VLLMServer
 from ludic.sharding.weights import ModelWeights
+from ludic.types import TokenTrace
 from tests.inference.vllm.asking import (
     PATIENT,
     assert_serves,
@@ -68,19 +70,27 @@ async def test_a_worker_that_is_killed_half_way_costs_no_request_and_comes_back_
     publisher = BroadcastPolicyPublisher(pair, **PATIENT)
     await publisher.publish(ModelWeights(models[5]), 5)
 
-    # Half of the new weights are in its model when its worker is killed, as by kill -9.
-    tasks = [
-        asyncio.create_task(pair.complete_tokens(request(max_tokens=480, seed=n, endless=True)))
-        for n in range(12)
-    ]
+    # Half of the new weights are in its model when its worker is killed, as by kill -9. Both
+    # servers have requests until then, however quick they are.
+    published = asyncio.Event()
+
+    async def ask(seed: int) -> list[TokenTrace]:
+        traces: list[TokenTrace] = []
+        while not published.is_set():
+            asked = request(max_tokens=480, seed=seed + 12 * len(traces), endless=True)
+            traces.append(trace_of(await pair.complete_tokens(asked)))
+        return traces
+
+    tasks = [asyncio.create_task(ask(n)) for n in range(12)]
     await until_in_flight(dying, 6)
     await tell(pair, dying, "fail_next_load", 12, True)
     report = await publisher.publish(ModelWeights(models[6]), 6)
+    published.set()
     assert report.details["servers"] == [survivor.url]
     assert "failed while it applied version 6" in report.details["lost"][victim.url]
     assert pair.in_rotation() == [healthy]
     # The requests that it had are asked again elsewhere, and no token is of half an update.
-    traces = [trace_of(r) for r in await asyncio.gather(*tasks)]
+    traces = list(chain.from_iterable(await asyncio.gather(*tasks)))
     assert all(len(t.completion_token_ids) == 480 for t in traces)
     assert pair.retries > 0
     for trace in traces:
