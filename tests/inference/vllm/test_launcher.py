@@ -207,6 +207,8 @@ def test_a_server_whose_engine_has_died_is_ended(
     server, pid = answering_server(tmp_path, monkeypatch, status)
     try:
         server.wait_until_healthy()
+        status.write_text("403")
+        assert server._health() == "unknown"  # whoever refuses is there
         status.write_text("503")
         assert server.wait() == -signal.SIGKILL
         assert all_end([pid], 0)

@@ -155,8 +155,8 @@ class VLLMServer:
         try:
             with direct.open(f"{self.url}/health", timeout=5) as answer:
                 return "good" if answer.status == 200 else "unknown"
-        except urllib.error.HTTPError:  # 503: the engine is gone
-            return "dead"
+        except urllib.error.HTTPError as exc:  # 503: the engine is gone
+            return "dead" if exc.code >= 500 else "unknown"
         except urllib.error.URLError as exc:
             return "dead" if isinstance(exc.reason, ConnectionRefusedError) else "unknown"
         except OSError:
