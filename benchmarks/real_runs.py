@@ -287,7 +287,11 @@ def _peer(args: argparse.Namespace) -> list[Job]:
             (("gsm8k", "TRL, evaluated by Ludic"),),
             work_s=10.0,
             gb=LARGE_GB,
-            words=("model.name={work}/trl-1.5b-s0/model", "training.steps=0"),
+            # A run has to train: one step, at a rate that moves nothing.
+            words=(
+                *("model.name={work}/trl-1.5b-s0/model", "training.steps=1"),
+                "training.learning_rate=1e-12",
+            ),
             large=True,
             needs=("trl-1.5b-s0",),
         ),
