@@ -86,7 +86,10 @@ class EnvRunner:
         """The agents that act in the next step; none when the episode is over."""
         if self.done:
             return ()
-        active = self._asked("active_agents", lambda: tuple(self.env.active_agents))
+        try:
+            active = tuple(self.env.active_agents)
+        except BaseException as error:
+            self._fail("active_agents", error)
         if active == self._agent_ids and not self._ended:
             return active
         left = [agent for agent in self._agent_ids if agent not in self._ended]
@@ -159,10 +162,10 @@ class EnvRunner:
         if self._state in ("closed", "abandoned"):
             return
         self._state = "closed"
+        if getattr(self.env.close, "__func__", None) is LudicEnv.close:
+            return  # it has nothing to free
         try:
-            # An environment without a `close` has nothing that could block.
-            inherited = getattr(self.env.close, "__func__", None) is LudicEnv.close
-            if self.env.blocking and not inherited:
+            if self.env.blocking:
                 result = await self._threads.run(
                     self.env.close, what="close", whom=self.name, timeout_s=_CLOSE_S
                 )
