@@ -86,10 +86,7 @@ class EnvRunner:
         """The agents that act in the next step; none when the episode is over."""
         if self.done:
             return ()
-        try:
-            active = tuple(self.env.active_agents)
-        except BaseException as error:
-            self._fail("active_agents", error)
+        active = self._asked("active_agents", lambda: tuple(self.env.active_agents))
         if active == self._agent_ids and not self._ended:
             return active
         left = [agent for agent in self._agent_ids if agent not in self._ended]
