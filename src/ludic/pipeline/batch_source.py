@@ -30,6 +30,7 @@ from ludic.types import Rollout
 _log = logging.getLogger("ludic.pipeline")
 
 _POLL_S = (0.01, 0.2)
+_SLOWER = 1.05  # no pause is longer than a twentieth of the wait so far
 _READ = 64
 _ASK_AGAIN_S = 10.0
 _MAX_EMPTY = 8
@@ -236,7 +237,7 @@ class PipelineBatchSource(BatchSource):
                 continue
             await self._check_progress(deadline)
             await asyncio.sleep(pause)
-            pause = min(pause * 1.5, _POLL_S[1])
+            pause = min(pause * _SLOWER, _POLL_S[1])
 
     def _choose(self) -> tuple[list[int], list[tuple[int, str]]]:
         """Up to a batch's numbers from what has arrived, and those that had to be dropped, with
