@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,7 +22,7 @@ from ludic.errors import (
     SerializationError,
 )
 from ludic.inference.client import ChatClient
-from ludic.pipeline.messages import Group, Unit, group_message, read_unit
+from ludic.pipeline.messages import Group, Times, Unit, group_message, read_unit
 from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, stamped
 from ludic.pipeline.policy_follower import PolicyFollower
 from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries
@@ -253,7 +254,9 @@ class Actor:
 
     async def _sample(self, unit: Unit) -> Group:
         while True:
+            asked = time.monotonic()
             first = (await self._policies.enough_for(unit)).serial
+            began, loaded_s = time.monotonic(), self._policies.loaded_s
             rollouts = await self._engine.generate_rollouts(
                 unit.requests,
                 unit.max_steps,
@@ -267,7 +270,8 @@ class Actor:
             except AmbiguousVersionError as exc:
                 _log.warning("unit %d is run again: %s", unit.number, exc)
                 continue
-            return Group(unit.number, tuple(marked), self.name)
+            times = Times(began - asked, time.monotonic() - began, loaded_s)
+            return Group(unit.number, tuple(marked), self.name, times=times)
 
     def _give_up(self, lost: list[str]) -> None:
         """Ends the work on units that are not ours any more; one that is being sent is refused by

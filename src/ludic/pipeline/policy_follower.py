@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ class PolicyFollower:
         self, store: Store, client: ChatClient | None, address: str, policy_s: float
     ) -> None:
         self.waiting = 0  # units that wait for a policy
+        self.loaded_s = 0.0  # how long the newest took to load
         self._store, self._client, self._policy_s = store, client, policy_s
         self._address = address
         self._seen: list[StoredPolicy] = []
@@ -92,6 +94,7 @@ class PolicyFollower:
 
     async def _bring(self, policy: StoredPolicy) -> None:
         """Requests under way go on, and their tokens say which policy each is from."""
+        began = time.monotonic()
         if self._client is not None:
             weights: Mapping[str, Any] | None = {}
             if policy.path:
@@ -107,6 +110,7 @@ class PolicyFollower:
                 await self._client.sync_weights(weights, version=policy.serial)
             except PublishError as exc:
                 raise PublishError(f"policy {policy.version} does not fit here: {exc}") from exc
+        self.loaded_s = time.monotonic() - began
         async with self._changed:
             self._seen, self._loading = [*self._seen, policy][-_REMEMBERED:], None
             self._changed.notify_all()
