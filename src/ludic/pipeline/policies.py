@@ -177,6 +177,11 @@ class PipelinePublisher(PolicyPublisher):
         if self.inner is not None:
             await self.inner.prepare(weights, version)
 
+    async def read_model(self, weights: Weights, version: int) -> None:
+        """See `PolicyPublisher`."""
+        if self.inner is not None:
+            await self.inner.read_model(weights, version)
+
     async def publish(self, weights: Weights, version: int) -> PublishReport:
         began = time.perf_counter()
         async with within(self.timeout_s, "the run's lease", self._where):
