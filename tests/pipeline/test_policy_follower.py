@@ -104,6 +104,9 @@ async def test_units_that_the_old_policy_is_enough_for_go_on_while_a_new_one_is_
     # The units that were asked for since then need version 1, and have it.
     assert units_of(batches[2]) == [4, 5]
     assert [batch.meta["train/pipeline_lag_mean"] for batch in batches] == [1, 1, 0]
+    assert all(batch.meta["perf/actor_sample_s"] > 0 for batch in batches)
+    load_s = [batch.meta["perf/actor_load_s"] for batch in batches]
+    assert load_s[0] == load_s[1] != load_s[2]  # that of the policy which each began with
 
 
 async def test_the_next_unit_begins_before_the_one_before_it_is_sent(
