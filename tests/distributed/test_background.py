@@ -21,7 +21,7 @@ from ludic.distributed import (
 )
 from ludic.distributed.background import SnapshotBuffer, in_background
 from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Snapshot, Weights
-from ludic.distributed.vllm.canary import prompt_logprobs
+from ludic.distributed.vllm.canary import Canary, prompt_logprobs
 from ludic.errors import ConfigError, PublishError
 from ludic.inference import VLLMChatClient
 from ludic.inference.tiny import tiny_model
@@ -119,6 +119,46 @@ async def test_weights_on_the_host_are_copied_behind_the_trainer_and_before_they
     gate.open.release()
     await publisher.settle()
     assert torch.equal(gate.got[1]["a"], before)
+
+
+async def test_the_canary_is_scored_behind_the_trainer_and_before_the_weights_change() -> None:
+    scoring, scored = asyncio.Event(), asyncio.Event()
+
+    class Scoring(Gate):
+        async def read_model(self, weights: Weights, version: int) -> None:
+            scoring.set()
+            await asyncio.wait_for(scored.wait(), 60)
+
+    gate, entered = Scoring(), asyncio.Event()
+    publisher = BackgroundPublisher(gate, held=True)
+    weights = Blocked()
+    weights.read.set()
+    await publisher.publish(weights, 1)  # which returns, though nothing is scored yet
+    await asyncio.wait_for(scoring.wait(), 60)
+
+    async def step() -> None:
+        async with publisher.updating():
+            entered.set()
+
+    stepping = asyncio.create_task(step())
+    await asyncio.sleep(0.05)
+    assert (entered.is_set(), gate.begun) == (False, [])
+    scored.set()
+    await asyncio.wait_for(stepping, 60)
+    gate.open.release()
+    await publisher.settle()
+    assert publisher.published == 1
+
+
+async def test_scores_that_are_taken_for_later_leave_the_model_in_its_mode() -> None:
+    model, modes = tiny_model(layers=1, hidden_size=32), list[bool]()
+    model.train()
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda *_: modes.append(model.training))
+    canary = Canary(True, PROMPT, None)
+    canary.take(model, 1)
+    assert (modes, model.training) == ([True], True)
+    assert canary.at(1).own_scores(model) == prompt_logprobs(model.eval(), PROMPT)
 
 
 async def test_a_publish_that_is_cancelled_leaves_no_copy_behind_that_goes_on_unseen() -> None:
@@ -338,7 +378,7 @@ async def test_a_snapshot_whose_scores_were_forgotten_has_no_canary() -> None:
         direct = BroadcastPolicyPublisher(client, canary_prompt=PROMPT)
         snapshot = SnapshotBuffer(on_device=False).take(ModelWeights(model))
         for version in (1, 5):  # the first waits for its turn until the second is copied
-            await direct.prepare(ModelWeights(model), version)
+            await direct.read_model(ModelWeights(model), version)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(3.0)
@@ -352,14 +392,14 @@ async def test_the_canary_of_a_publish_is_not_forgotten_while_it_is_under_way() 
     server = scoring_as(model)
     async with server.serving() as fake, VLLMChatClient(fake.url, model="tiny") as client:
         direct = BroadcastPolicyPublisher(client, canary_prompt=PROMPT)
-        await direct.prepare(ModelWeights(model), 1)
+        await direct.read_model(ModelWeights(model), 1)
         snapshot = SnapshotBuffer(on_device=False).take(ModelWeights(model))
 
         async def train_on() -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(3.0)
-            await direct.prepare(ModelWeights(model), 5)
+            await direct.read_model(ModelWeights(model), 5)
 
         direct.before = train_on
         report = await direct.publish(snapshot, 1)
@@ -418,7 +458,7 @@ async def test_a_publish_that_its_only_server_refuses_is_not_tried_again() -> No
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(3.0)
-        await publisher.prepare(ModelWeights(model), 1)
+        await publisher.read_model(ModelWeights(model), 1)
         snapshot = SnapshotBuffer(on_device=False).take(ModelWeights(model))
         with pytest.raises(PublishError, match="log-probs of the canary differ"):
             await publisher.publish(snapshot, 1)

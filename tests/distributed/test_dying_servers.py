@@ -122,7 +122,7 @@ async def publish(client: VLLMChatClient, starts: Starts | None) -> Any:
     )
     publisher.before = starts
     weights = ModelWeights(tiny_model())
-    await publisher.prepare(weights, 3)
+    await publisher.read_model(weights, 3)
     return await publisher.publish(Snapshot(dict(weights), weights.model), 3)
 
 

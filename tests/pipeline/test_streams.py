@@ -57,6 +57,24 @@ def until(holds: Callable[[], Any], seconds: float = 20.0) -> Any:
     return found
 
 
+def test_looking_for_what_is_not_there_writes_nothing(streams: Streams) -> None:
+    streams.guard = (*streams.guard[:2], 10**8)  # no tenth of it passes here
+    streams.ask(0)
+    streams.take()
+
+    def look() -> int:
+        assert (streams.read(), streams.take()) == ([], [])
+        assert streams.store.run("news") == [b"", b""]
+        return int(streams.store._redis.info("persistence")["rdb_changes_since_last_save"])
+
+    changes = look()  # which makes the reader's place in the stream
+    assert look() == changes
+    streams.store.run("announce", *streams.guard, "{}", 0)
+    streams.store.run("end", *streams.guard, "why")
+    policy, ended = streams.store.run("news")
+    assert (policy.endswith(b",{}]"), ended) == (True, b"why")
+
+
 def test_a_unit_goes_the_whole_way_once(streams: Streams) -> None:
     assert streams.ask(0, 1) == 2
     (first, second) = streams.take()

@@ -72,8 +72,9 @@ class BackgroundPublisher(PolicyPublisher):
         beside: a sampler that shares the trainer's own tensors, and hears of a version at once.
         timeout_s: the deadline of one publish, where `inner` has none of its own.
         held: whether whoever changes the weights holds `updating` meanwhile, as the trainer does.
-            Weights in the host's memory are then copied behind `publish`, and `updating` waits for
-            that. (Those on a GPU are copied at once: it takes a moment, and the stream is shared.)
+            Weights in the host's memory are then copied behind `publish`, and read, and `updating`
+            waits for that. (Those on a GPU are copied at once: it takes a moment, and the stream is
+            shared.)
     """
 
     def __init__(
@@ -118,8 +119,7 @@ class BackgroundPublisher(PolicyPublisher):
         buffer = next(free for free in self._buffers if free is not sending)
         # First of all: on several ranks reading the weights is a collective, in which no rank may
         # be missing, whatever became of the publish before.
-        take = asyncio.to_thread(lambda: buffer.take(self.inner.snapshot_of(weights)))
-        self._copying = copying = asyncio.create_task(take)
+        self._copying = copying = asyncio.create_task(self._copy(buffer, weights, version))
         if not (self.held and _is_on_host(weights)):
             await asyncio.shield(copying)  # who is cancelled does not stop the thread
         self.check()
@@ -174,6 +174,17 @@ class BackgroundPublisher(PolicyPublisher):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes nothing over: a resumed trainer publishes its own weights before it goes on."""
+
+    async def _copy(self, buffer: SnapshotBuffer, weights: Weights, version: int) -> Snapshot:
+        """Copies the weights, and has read what only the model can tell, side by side."""
+        take = asyncio.to_thread(lambda: buffer.take(self.inner.snapshot_of(weights)))
+        both = take, self.inner.read_model(weights, version)
+        snapshot, error = await asyncio.gather(*both, return_exceptions=True)
+        for failure in (snapshot, error):
+            if isinstance(failure, BaseException):
+                raise failure
+        assert isinstance(snapshot, Snapshot)
+        return snapshot
 
     async def _send(self) -> None:
         """Publishes what is next until nothing is; the one task that does."""

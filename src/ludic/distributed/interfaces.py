@@ -95,8 +95,12 @@ class PolicyPublisher(Protocol):
         (`BackgroundPublisher`): `settle` waits for that."""
 
     async def prepare(self, weights: Weights, version: int) -> None:
-        """Hears that a snapshot of `weights` follows as policy `version`, or a newer one instead.
-        What only the live model can tell is read here: the trainer waits."""
+        """Hears that a snapshot of `weights` follows as policy `version`, or a newer one does."""
+        return
+
+    async def read_model(self, weights: Weights, version: int) -> None:
+        """Reads what only the live model can tell of `version`, while a snapshot is taken. The
+        trainer changes its weights afterwards, but may compute with them meanwhile."""
         return
 
     async def settle(self) -> None:

@@ -131,7 +131,7 @@ class ServerPublisher(PolicyPublisher):
             self.version = version
             return report
 
-    async def prepare(self, weights: Weights, version: int) -> None:
+    async def read_model(self, weights: Weights, version: int) -> None:
         """Has the trainer's module score the canary while it still is `version`."""
         if (model := self._canary.model_of(weights)) is not None:
             await asyncio.to_thread(self._canary.take, model, version)
@@ -308,6 +308,6 @@ class AdapterPolicyPublisher(ServerPublisher):
         """The adapter alone."""
         return AdapterWeights(weights.model) if isinstance(weights, ModelWeights) else weights
 
-    async def prepare(self, weights: Weights, version: int) -> None:
+    async def read_model(self, weights: Weights, version: int) -> None:
         """Nothing: the canary scores what a server samples later, and the model has moved on by
         then. A snapshot is checked by the servers' receipts alone."""

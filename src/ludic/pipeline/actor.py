@@ -9,24 +9,23 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from ludic.errors import (
     ConfigError,
     PipelineError,
-    PublishError,
     SchemaVersionError,
     SerializationError,
 )
 from ludic.inference.client import ChatClient
-from ludic.pipeline.messages import Group, Unit, group_message, read_unit
-from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, load_policy, stamped
+from ludic.pipeline.messages import Group, Times, Unit, group_message, read_unit
+from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, stamped
+from ludic.pipeline.policy_follower import PolicyFollower
 from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries
-from ludic.pipeline.weights_fetcher import NotComingError, PolicyFetcher
 from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.requests import RolloutRequest
 
@@ -36,6 +35,7 @@ Accepts = Callable[[RolloutRequest], str | None]
 """Says why a request is refused; None if it is not."""
 
 _POLL_S = (0.02, 0.3)
+_SLOWER = 1.05  # so that no pause is longer than a twentieth of the wait so far
 _TAKE = 32
 
 
@@ -117,11 +117,7 @@ class Actor:
         self._held: dict[str, asyncio.Task[None]] = {}
         self._sending: set[str] = set()
         self._news: tuple[StoredPolicy | None, str] = (None, "")
-        self._seen: list[StoredPolicy] = []
-        self._policy_changed = asyncio.Condition()
-        self._fetcher: PolicyFetcher | None = None
-        self._arriving: asyncio.Task[StoredPolicy] | None = None
-        self._waiting = 0  # units that wait for a policy
+        self._policies = PolicyFollower(self._store, client, cfg.policy_address, cfg.policy_s)
         self._failure: BaseException | None = None
         self._over = threading.Event()
         self._cursor = "0-0"
@@ -149,10 +145,7 @@ class Actor:
             for task in self._held.values():
                 task.cancel()
             await asyncio.gather(*self._held.values(), return_exceptions=True)
-            if self._fetcher is not None:
-                closing = asyncio.to_thread(self._fetcher.close)
-                arriving = [] if self._arriving is None else [self._arriving]
-                await asyncio.gather(closing, *arriving, return_exceptions=True)
+            await self._policies.close()
             with suppress(PipelineError):
                 call_s = self._store.config.call_s
                 await self._store.run_async("leave", self.name, patience_s=call_s)
@@ -169,26 +162,26 @@ class Actor:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if self._waiting:  # not until the next heartbeat
-                await asyncio.to_thread(self._beat)
+            await asyncio.to_thread(self._listen)  # a heartbeat comes too late for a new policy
             policy, ended = self._heard()
             if stop.is_set():
                 return "it was told to stop"
             if ended:  # what is under way, nobody will train on
                 return f"the run has ended: {ended}"
-            await self._follow(policy)
-            room = max(self.cfg.concurrency // episodes_per_unit, 1) - len(self._held)
+            self._policies.follow(policy)
+            busy = len(self._held) - len(self._sending)
+            room = max(self.cfg.concurrency // episodes_per_unit, 1) - busy
             taken = await self._take(min(room, _TAKE)) if room > 0 and policy else []
             for entry, number, message in taken:
                 unit = self._read(number, message)  # raises for one that others must run
                 if isinstance(unit, Unit):
                     episodes_per_unit = sum(r.num_episodes for r in unit.requests)
                 self._begin(entry, unit)
-            if taken or self._held:
+            if taken or self._policies.waiting:
                 pause = _POLL_S[0]
             if not taken:
                 await self._pause(stop, pause)
-                pause = min(pause * 1.5, _POLL_S[1])
+                pause = min(pause * _SLOWER, _POLL_S[1])
 
     async def _pause(self, stop: asyncio.Event, seconds: float) -> None:
         waits = [*self._held.values(), asyncio.ensure_future(stop.wait())]
@@ -198,7 +191,7 @@ class Actor:
     async def _drain(self) -> None:
         """Waits for what was begun; its own deadlines bound every episode."""
         while self._held and self._failure is None:
-            await self._follow(self._heard()[0])
+            self._policies.follow(self._heard()[0])
             await asyncio.wait(list(self._held.values()), timeout=_POLL_S[1])
         if self._failure is not None:
             raise self._failure
@@ -245,9 +238,9 @@ class Actor:
 
     async def _carry_out(self, entry: str, unit: Unit | Group) -> None:
         group = unit if isinstance(unit, Group) else await self._sample(unit)
+        self._sending.add(entry)
         message = await asyncio.to_thread(group_message, group)
         tokens = sum(rollout.num_tokens for rollout in group.rollouts)
-        self._sending.add(entry)
         sent = (self.name, entry, group.number, message, tokens)
         word = (await self._store.run_async("append", *sent)).decode()
         if word != "ok":
@@ -261,8 +254,9 @@ class Actor:
 
     async def _sample(self, unit: Unit) -> Group:
         while True:
-            await self._policy_for(unit)
-            first = self._seen[-1].serial
+            asked = time.monotonic()
+            first = (await self._policies.enough_for(unit)).serial
+            began, loaded_s = time.monotonic(), self._policies.loaded_s
             rollouts = await self._engine.generate_rollouts(
                 unit.requests,
                 unit.max_steps,
@@ -270,12 +264,14 @@ class Actor:
                 prefix=unit.prefix,
             )
             try:
-                seen = [policy for policy in self._seen if policy.serial >= first]
-                marked = stamped(rollouts, seen, by_serial=self._client is not None)
+                marked = stamped(
+                    rollouts, self._policies.since(first), by_serial=self._client is not None
+                )
             except AmbiguousVersionError as exc:
                 _log.warning("unit %d is run again: %s", unit.number, exc)
                 continue
-            return Group(unit.number, tuple(marked), self.name)
+            times = Times(began - asked, time.monotonic() - began, loaded_s)
+            return Group(unit.number, tuple(marked), self.name, times=times)
 
     def _give_up(self, lost: list[str]) -> None:
         """Ends the work on units that are not ours any more; one that is being sent is refused by
@@ -286,74 +282,21 @@ class Actor:
                 self.report.refused["taken over"] += 1
                 _log.warning("a unit was given to another actor meanwhile: it is given up here")
 
-    # Policies
-
-    async def _policy_for(self, unit: Unit) -> None:
-        self._waiting += 1
-        try:
-            async with asyncio.timeout(self.cfg.policy_s), self._policy_changed:
-                await self._policy_changed.wait_for(
-                    lambda: self._seen and self._seen[-1].is_enough_for(unit)
-                )
-        except TimeoutError as exc:
-            raise PipelineError(
-                f"waited {self.cfg.policy_s:.3g} s for policy {unit.policy} and version "
-                f"{unit.version} of the run {self._store.config.run!r}; this actor has "
-                f"{self._seen[-1].serial if self._seen else 'none'}"
-            ) from exc
-        finally:
-            self._waiting -= 1
-
-    async def _here(self, policy: StoredPolicy) -> StoredPolicy | None:
-        """The policy with a path that this host can open; None while it is on its way. One that is
-        on its way comes first, so that a slow line brings some policy, if not every one."""
-        if not policy.url:
-            return policy
-        if self._fetcher is None:
-            self._fetcher = PolicyFetcher(self._store, address=self.cfg.policy_address)
-        if self._arriving is None:
-            self._arriving = asyncio.create_task(asyncio.to_thread(self._fetcher.fetch, policy))
-        arrived, _ = await asyncio.wait([self._arriving], timeout=_POLL_S[0])
-        if not arrived:
-            self._fetcher.announced(policy.serial)
-            return None
-        try:
-            return self._arriving.result()
-        except NotComingError as exc:  # the policy before it serves on
-            _log.warning("%s; this actor tries again, with the newest policy", exc)
-            return None
-        finally:
-            self._arriving = None
-
-    async def _follow(self, policy: StoredPolicy | None) -> None:
-        """Brings the client to the announced policy; requests under way go on, and their tokens
-        say which policy each is from."""
-        if policy is None or (self._seen and policy.serial <= self._seen[-1].serial):
-            return
-        if self._client is not None:
-            weights: Mapping[str, Any] | None = {}
-            if policy.path:
-                here = await self._here(policy)
-                if here is None:
-                    return
-                policy = here
-                weights = await asyncio.to_thread(load_policy, policy)
-            if weights is None:  # a newer one is there, of which the next heartbeat will tell
-                await asyncio.to_thread(self._beat)
-                return
-            try:
-                await self._client.sync_weights(weights, version=policy.serial)
-            except PublishError as exc:
-                raise PublishError(f"policy {policy.version} does not fit here: {exc}") from exc
-        async with self._policy_changed:
-            self._seen = [*self._seen, policy][-1000:]
-            self._policy_changed.notify_all()
-
     # Heartbeat
 
     def _heard(self) -> tuple[StoredPolicy | None, str]:
         with self._lock:
             return self._news
+
+    def _listen(self) -> None:
+        with suppress(NoAnswerError):  # whatever else is asked of the server says so
+            answer = self._store.run("news", patience_s=self.cfg.lease_s / 4)
+            self._hear(answer[0], answer[1])
+
+    def _hear(self, announced: bytes, ended: bytes) -> None:
+        policy = StoredPolicy.read(announced) if announced else None  # before the first
+        with self._lock:
+            self._news = (policy, ended.decode())
 
     def _beat_on(self) -> None:
         """In its own thread, so that an environment that blocks the loop loses no lease."""
@@ -366,19 +309,17 @@ class Actor:
     def _beat(self, patience_s: float | None = None) -> None:
         with self._lock:
             held = list(self._held)
-        seen = self._seen
+        newest = self._policies.newest
         facts = {
             **{k: getattr(self.report, k) for k in ("groups", "episodes", "tokens", "bytes")},
             "busy": len(held),
-            "version": seen[-1].version if seen else None,
+            "version": None if newest is None else newest.version,
             "waits": "for room" if self._full else "",
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
         answer = self._store.run("beat", self.name, json.dumps(facts), *held, patience_s=patience_s)
-        policy = StoredPolicy.read(answer[0]) if answer[0] else None  # before the first
-        with self._lock:
-            self._news = (policy, answer[1].decode())
+        self._hear(answer[0], answer[1])
         if lost := [entry.decode() for entry in answer[2]]:
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._give_up, lost)

@@ -25,11 +25,11 @@ from ludic.saw.items import SAWBatch
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.rollout_batch_source import RequestFn, first_filled
 from ludic.training.batching.source import BatchSource, batch_of_any_age
-from ludic.types import Rollout
 
 _log = logging.getLogger("ludic.pipeline")
 
 _POLL_S = (0.01, 0.2)
+_SLOWER = 1.05  # no pause is longer than a twentieth of the wait so far
 _READ = 64
 _ASK_AGAIN_S = 10.0
 _MAX_EMPTY = 8
@@ -167,13 +167,9 @@ class PipelineBatchSource(BatchSource):
         began = time.monotonic()
         numbers = await self._collect()
         self._waited_s = time.monotonic() - began
-        rollouts: list[Rollout] = []
-        lags = []
-        for number in numbers:
-            group = self._groups[number]
-            assert isinstance(group, Group)
-            rollouts.extend(group.rollouts)
-            lags.append(reading.lag_of(group, self.lease.version))
+        groups = [group for n in numbers if isinstance(group := self._groups[n], Group)]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        lags = [reading.lag_of(group, self.lease.version) for group in groups]
         if self.writer is not None:
             await write_rollouts(self.writer, rollouts)
         batch = batch_from_rollouts(
@@ -190,6 +186,7 @@ class PipelineBatchSource(BatchSource):
                 "train/pipeline_attempt": self.lease.attempt,
                 "perf/pipeline_wait_s": self._waited_s,
                 "perf/pipeline_backlog": len(self._groups) - len(numbers),
+                **reading.seconds_of(groups),
                 **{
                     f"train/pipeline_dropped_{reason}": count
                     for reason, count in (self.ledger.dropped - before).items()
@@ -236,7 +233,7 @@ class PipelineBatchSource(BatchSource):
                 continue
             await self._check_progress(deadline)
             await asyncio.sleep(pause)
-            pause = min(pause * 1.5, _POLL_S[1])
+            pause = min(pause * _SLOWER, _POLL_S[1])
 
     def _choose(self) -> tuple[list[int], list[tuple[int, str]]]:
         """Up to a batch's numbers from what has arrived, and those that had to be dropped, with

@@ -55,6 +55,18 @@ class Unit:
     version: int = 0
 
 
+class Times(msgspec.Struct, array_like=True, frozen=True):
+    """An actor's seconds with a unit: until the unit's policy was there, and until all its episodes
+    had ended; and how long that policy took to load, once the actor had heard of it."""
+
+    waited_s: float = 0.0
+    sampled_s: float = 0.0
+    loaded_s: float = 0.0
+
+
+NO_TIMES = Times()
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """What became of a unit: its rollouts, or why an actor refused it."""
@@ -63,6 +75,7 @@ class Group:
     rollouts: tuple[Rollout, ...]
     actor: str = ""
     refused: str | None = None
+    times: Times = NO_TIMES
 
 
 class _Envelope(msgspec.Struct, array_like=True, frozen=True):
@@ -105,11 +118,12 @@ class _Unit(msgspec.Struct, frozen=True):
     version: int = 0
 
 
-class _Group(msgspec.Struct, frozen=True):
+class _Group(msgspec.Struct, frozen=True, omit_defaults=True):
     number: int
     actor: str
     refused: str | None
     rollouts: list[_Rollout]
+    times: Times = NO_TIMES
 
 
 def unit_message(unit: Unit) -> bytes:
@@ -130,7 +144,7 @@ def read_unit(message: bytes) -> Unit:
 
 def group_message(group: Group) -> bytes:
     rollouts = [_put_rollout(rollout) for rollout in group.rollouts]
-    return pack("group", _Group(group.number, group.actor, group.refused, rollouts))
+    return pack("group", _Group(group.number, group.actor, group.refused, rollouts, group.times))
 
 
 def read_group(message: bytes) -> Group:
@@ -140,7 +154,7 @@ def read_group(message: bytes) -> Group:
         rollouts = _get_rollouts(body.rollouts)
     except (DataError, ValueError, TypeError, OverflowError) as exc:
         raise SerializationError(f"group {body.number}: {exc}") from exc
-    return Group(body.number, rollouts, body.actor, body.refused)
+    return Group(body.number, rollouts, body.actor, body.refused, body.times)
 
 
 def _put_rollout(rollout: Rollout) -> _Rollout:

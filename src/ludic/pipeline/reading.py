@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -137,6 +137,16 @@ def lag_of(group: Group, version: int | None) -> int:
         if span.end > span.start
     )
     return max(version - min(versions, default=version), 0)
+
+
+def seconds_of(groups: Sequence[Group]) -> dict[str, float]:
+    """What the actors' time went into, on average over the groups of a batch."""
+    times = {"wait": "waited_s", "load": "loaded_s", "sample": "sampled_s"}
+    return {
+        f"perf/actor_{name}_s": sum(getattr(group.times, field) for group in groups) / len(groups)
+        for name, field in times.items()
+        if groups
+    }
 
 
 def judge(group: Group, version: int | None, max_lag: int, stale: StalePolicy) -> str | None:

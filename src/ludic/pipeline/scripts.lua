@@ -33,7 +33,7 @@ if holder ~= token then
   if known < tonumber(attempt) then return {'emptied'} end
   redis.call('SET', trainer, token)
 end
-redis.call('PEXPIRE', trainer, lease)
+if redis.call('PTTL', trainer) < 0.9 * lease then redis.call('PEXPIRE', trainer, lease) end
 
 --- piece make_groups
 local function make_groups()
@@ -184,6 +184,11 @@ for i = 3, #ARGV do
   end
 end
 return {redis.call('HGET', meta, 'policy') or '', redis.call('HGET', meta, 'ended') or '', lost}
+
+--- script news
+-- -> policy, whether the run ended. Like `take` and `read` of nothing new it writes nothing, so that
+-- a server that keeps everything on disk answers at once, however often it is asked.
+return {redis.call('HGET', meta, 'policy') or '', redis.call('HGET', meta, 'ended') or ''}
 
 --- script leave
 local name = ARGV[1]

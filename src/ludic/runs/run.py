@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -167,12 +167,17 @@ class Run:
     @classmethod
     @asynccontextmanager
     async def open_policy(
-        cls, config: RunConfig, *, weights: Path | None = None
+        cls,
+        config: RunConfig,
+        *,
+        weights: Path | None = None,
+        on_update: Literal["finish", "continue"] = "finish",
     ) -> AsyncIterator[Run]:
         """Yields a run that is not trained, for its model: with the weights of a checkpoint, and
-        with its client and publisher open."""
+        with its client and publisher open. `on_update` is the in-process client's."""
         self = cls.__new__(cls)
         self._set(config, {}, weights)
+        self._on_update = on_update
         self.ranks = Ranks()
         async with self.opened():
             yield self
@@ -197,6 +202,7 @@ class Run:
         self, config: RunConfig, objects: Mapping[str, Any], weights: Path | None = None
     ) -> None:
         self.config, self.objects, self._weights = config, dict(objects), weights
+        self._on_update: Literal["finish", "continue"] = "finish"
         self.given, self.callbacks = {}, []
         self.watch = LearningWatch(config)
         self.plan: Plan | None = None  # of the memory, once the model is loaded
@@ -274,7 +280,7 @@ class Run:
         if self.config.inference.backend != "local":
             raise ConfigError("with inference.backend='vllm' there is a client once the run goes")
         if not self.ranks.several:
-            return local_client(self.config, self.model, self.tokenizer)
+            return local_client(self.config, self.model, self.tokenizer, self._on_update)
         if not samples(self.config):
             return NoSampler()
         return local_client(self.config, gathered_copy(self.model), self.tokenizer)

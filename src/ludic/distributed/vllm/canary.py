@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ludic.distributed.interfaces import WeightsOfModel
+from ludic.inference.local.copies import shared_copy
 from ludic.plumbing.model_parts import base_causal_lm, vocabulary_size
 
 
@@ -62,9 +63,11 @@ class Canary:
 
     def take(self, model: nn.Module, version: int) -> None:
         """Scores the prompt now, for a publish of `version` when the model has moved on. Call this
-        in a thread."""
+        in a thread. Other module objects around the same parameters do it, so that the model keeps
+        its mode, and the trainer may compute with it meanwhile."""
+        beside = shared_copy(base_causal_lm(model), lambda config: None).eval()
         self._taken = {v: s for v, s in self._taken.items() if v >= version - 1}
-        self._taken[version] = self.own_scores(model)
+        self._taken[version] = self.own_scores(beside)
 
     def at(self, version: int) -> Canary:
         """The canary of one publish: with the scores that were taken for it, if any were."""

@@ -89,7 +89,9 @@ async def _opened(
 
         # The trainer's files have the adapter merged into the weights.
         plain = config.model.model_copy(update={"lora": None})
-        async with Run.open_policy(config.model_copy(update={"model": plain})) as opened:
+        config = config.model_copy(update={"model": plain})
+        on_update = section_of(config).on_update
+        async with Run.open_policy(config, on_update=on_update) as opened:
             yield opened.runtime, opened.client
         return
     async with AsyncExitStack() as stack:

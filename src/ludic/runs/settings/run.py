@@ -165,19 +165,22 @@ class PipelineSection(Section):
     run's keys; left out, it is that of its folder. `actors` are started with the trainer; more may
     join from anywhere with `ludic actor`. With `stale = "wait"`, actors wait so that no sample is
     older than `training.max_lag` updates; with `"drop"` and `"correct"` they run ahead, and what is
-    older is dropped and its prompt put back, or trained on with the loss's corrections. Batches
-    have groups in the order of their requests (`in_order`), or as they arrive. At most `max_groups`
-    groups and about `max_bytes` are between actors and trainer. After `lease_s` without a word, an
-    actor's work is given to another. `policy_folder` is where actors that sample in-process find
-    the weights, if they share it. Actors on other machines fetch them by HTTP from the trainer and
-    from each other: each listens on `policy_address`, an address of its machine with or without a
-    port, or `auto` for the one by which it reaches Redis."""
+    older is dropped and its prompt put back, or trained on with the loss's corrections. When new
+    weights come to an actor that samples in-process, its completions under way `"continue"` under
+    them, each token with its version, or `"finish"` first (`on_update`). Batches have groups in the
+    order of their requests (`in_order`), or as they arrive. At most `max_groups` groups and about
+    `max_bytes` are between actors and trainer. After `lease_s` without a word, an actor's work is
+    given to another. `policy_folder` is where actors that sample in-process find the weights, if
+    they share it. Actors on other machines fetch them by HTTP from the trainer and from each other:
+    each listens on `policy_address`, an address of its machine with or without a port, or `auto`
+    for the one by which it reaches Redis."""
 
     actors: int = Field(default=2, ge=0)
     url: Annotated[str, AfterValidator(_redis)] | None = None
     url_env: str | None = None
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._+-]+$", max_length=200)
     stale: StalePolicy = "wait"
+    on_update: Literal["continue", "finish"] = "continue"
     in_order: bool = True
     max_groups: int | None = Field(default=None, ge=1)
     max_bytes: int = Field(default=Bounds().bytes, ge=1)
