@@ -271,9 +271,7 @@ async def to_actors(
         arguments += ["--device", args.device]
         arguments += ["--tiny"] if args.tiny else ["--shape", args.shape] if args.shape else []
         output = stack.enter_context(actor(pipeline, arguments, place))
-        publisher = PipelinePublisher(
-            lease, None, PolicyFolder(folder, ahead=hosts is None), server
-        )
+        publisher = PipelinePublisher(lease, None, PolicyFolder(folder), server)
         return await to_actor(policy, args.times, publisher, output, travelled)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -63,39 +62,6 @@ def test_weights_that_are_mapped_stay_when_their_file_is_replaced(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == [Path(policy.path).name]
     assert mapped is not None
     assert all(torch.equal(mapped[name], tensor) for name, tensor in WEIGHTS.items())
-
-
-def test_memory_that_was_taken_beforehand_becomes_the_next_policy(tmp_path: Path) -> None:
-    folder = PolicyFolder(tmp_path, ahead=True)
-    folder.make_room()  # of nothing yet
-    policies = [stored(folder, 0)]
-    folder.make_room()
-    (made,) = tmp_path.glob(".*")
-    number = made.stat().st_ino
-    policies.append(stored(folder, 1))
-    assert Path(policies[1].path).stat().st_ino == number
-    assert not list(tmp_path.glob(".*"))
-    folder.make_room()
-    other = {"a": torch.zeros(5)}
-    facts = folder.write(other.items(), attempt=1, version=2)  # which is of another shape
-    assert not list(tmp_path.glob(".*"))
-    found = load_policy(StoredPolicy(2, 1, 2, **facts))
-    assert found is not None
-    assert torch.equal(found["a"], other["a"])
-    found = load_policy(policies[1])
-    assert found is not None
-    assert all(torch.equal(found[name], tensor) for name, tensor in WEIGHTS.items())
-
-
-def test_no_memory_is_taken_beforehand_where_little_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = PolicyFolder(tmp_path, ahead=True)
-    stored(folder, 0)
-    left = os.statvfs_result((1, 1, 100, 100, 90, 0, 0, 0, 0, 255))
-    monkeypatch.setattr("os.statvfs", lambda _: left)
-    folder.make_room()
-    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +33,6 @@ from ludic.types import Rollout, TokenTrace, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from ludic.distributed.weights_file import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +75,11 @@ class PolicyFolder:
 
     A reader under the same kernel sees by the file's number, size and time that it is the one that
     was written. For others the content is `hashed`: unless said otherwise, if the folder is not in
-    this host's memory. `ahead`, for a folder in shared memory that is removed at the end: the next
-    file's memory may be taken beforehand (`make_room`), which takes longer than writing to it.
+    this host's memory.
     """
 
-    def __init__(
-        self, path: str | Path, *, keep: int = 2, hashed: bool | None = None, ahead: bool = False
-    ) -> None:
-        self.path, self.keep, self.ahead = Path(path), keep, ahead
-        self._next: tuple[Path, Layout, dict[str, Tensor]] | None = None
-        self._layout: Layout | None = None
+    def __init__(self, path: str | Path, *, keep: int = 2, hashed: bool | None = None) -> None:
+        self.path, self.keep = Path(path), keep
         in_memory = self.path.resolve().is_relative_to("/dev/shm")
         self.hashed = not in_memory if hashed is None else hashed
 
@@ -95,12 +87,14 @@ class PolicyFolder:
         self, weights: Iterable[tuple[str, Tensor]], *, attempt: int, version: int
     ) -> dict[str, Any]:
         """Writes a policy; returns what to announce of it."""
+        from safetensors.torch import save_file
+
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
         self.path.mkdir(parents=True, exist_ok=True)
         target = self.path / f"policy-{attempt:06d}-{version:08d}.safetensors"
         try:
             with replacing(target) as temporary:
-                self._fill(temporary, tensors)
+                save_file(tensors, temporary)
                 checksum = file_checksum(temporary) if self.hashed else ""
         except OSError as exc:
             raise PublishError(f"cannot write policy {version} to {self.path}: {exc}") from exc
@@ -108,45 +102,6 @@ class PolicyFolder:
             old.unlink(missing_ok=True)
         where = {"path": str(target.resolve()), "checksum": checksum}
         return where | {"file": file_in_kernel(target)}
-
-    def _fill(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        from safetensors.torch import save_file
-
-        from ludic.distributed.weights_file import layout_of
-
-        made, self._next, self._layout = self._next, None, layout_of(tensors)
-        if made is None or made[1] != self._layout:
-            if made is not None:
-                made[0].unlink(missing_ok=True)
-            save_file(dict(tensors), path)
-            return
-        for name, memory in made[2].items():
-            memory.copy_(tensors[name])
-        made[0].rename(path)
-        os.utime(path)
-
-    def make_room(self) -> None:
-        """Makes the file of the next policy, if it will be like the last one, and `keep` more would
-        still fit. Call it when nobody waits."""
-        from ludic.distributed.weights_file import bytes_of, make_file, map_file
-
-        if not self.ahead or self._layout is None or self._next is not None:
-            return
-        path = self.path / f".{os.getpid()}.next.safetensors"
-        path.unlink(missing_ok=True)
-        room = os.statvfs(self.path)
-        if room.f_bavail * room.f_frsize < (1 + self.keep) * bytes_of(self._layout):
-            return
-        try:
-            make_file(path, self._layout)
-        except (OSError, KeyError):  # no room after all, or a type that only safetensors knows
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
-            return
-        memory = map_file(path)
-        for tensor in memory.values():
-            tensor.zero_()  # takes the pages
-        self._next = path, self._layout, memory
 
 
 def load_policy(policy: StoredPolicy) -> dict[str, Tensor] | None:
@@ -238,8 +193,6 @@ class PipelinePublisher(PolicyPublisher):
         async with within(left_s, f"policy {version} to be announced", self._where):
             await self._announce(weights, version, attempt)
         seconds = time.perf_counter() - began
-        if self.folder is not None:
-            await asyncio.to_thread(self.folder.make_room)
         return PublishReport(version, seconds, report.bytes, report.verified, report.details)
 
     async def _announce(self, weights: Weights, version: int, attempt: int) -> None:

@@ -153,9 +153,7 @@ class RunPipeline:
     def publisher(self, inner: PolicyPublisher | None) -> PolicyPublisher:
         """Returns what also reaches the actors, in the background where `inner` lets it. One that
         shares the trainer's weights hears of each version at once."""
-        folder = None
-        if self._policies is not None:
-            folder = PolicyFolder(self._policies, ahead=self._memory is not None)
+        folder = None if self._policies is None else PolicyFolder(self._policies)
         limit, server = self.config.training.publish_timeout_s, self._policy_server
         if inner is not None and inner.shares_weights:
             actors = PipelinePublisher(self.lease, None, folder, server, limit)
