@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from ludic.distributed import weights_http
+from ludic.distributed import piece_fetcher, weights_http
 from ludic.distributed.vllm import shared_memory
 from ludic.distributed.vllm.planes import HTTPPlane
 from ludic.distributed.vllm.shared_memory import FetchedWeights, open_shared
-from ludic.distributed.weights_http import SourceError
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, PublishError
 from ludic.inference.vllm.server import free_port
 from ludic.plumbing import files
 
@@ -29,7 +28,7 @@ SIZE = 12_070
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands for /dev/shm; pieces are small."""
     monkeypatch.setattr(shared_memory, "shared_folder", lambda: tmp_path)
-    for module in (files, weights_http):
+    for module in (files, weights_http, piece_fetcher):
         monkeypatch.setattr(module, "PIECE", 1000)
     return tmp_path
 
@@ -46,29 +45,37 @@ def test_the_workers_of_a_host_fetch_once_and_read_what_was_sent(
 ) -> None:
     shipment = plane.prepare(WEIGHTS)
     source = shipment.update["source"]
+    fetched = [FetchedWeights() for _ in range(8)]
     with ThreadPoolExecutor(8) as workers:
-        fetched = list(workers.map(lambda _: FetchedWeights(source), range(8)))
+        paths = list(workers.map(lambda worker: worker.fetch(source), fetched))
     assert plane._server is not None
     assert SIZE <= plane._server.sent < 1.1 * SIZE  # once, for eight
-    for worker in fetched:
-        tensors = dict(open_shared(worker.path))
+    assert sum(worker._pieces.server is not None for worker in fetched) == 1, "one passes it on"
+    for worker, path in zip(fetched, paths, strict=True):
+        tensors = dict(open_shared(path))
         assert all(torch.equal(tensors[name], WEIGHTS[name]) for name in WEIGHTS)
-        worker.close()
+        worker.drop()
     shipment.close()
     assert torch.equal(tensors["a"], WEIGHTS["a"]), "what was mapped stays"
     assert not list(memory.iterdir())
-    with pytest.raises(SourceError, match="404"):
-        FetchedWeights(source)  # it is not offered any more
+    with pytest.raises(
+        PublishError, match=f"{source['url']} does not offer these weights any more"
+    ):
+        fetched[0].fetch(source)
     assert not list(memory.iterdir())
 
 
 def test_each_run_has_its_own_file_of_the_same_weights(plane: HTTPPlane, memory: Path) -> None:
     other = HTTPPlane(timeout_s=60.0)
     shipments = [plane.prepare(WEIGHTS), other.prepare(WEIGHTS)]
-    ours, theirs = (FetchedWeights(shipment.update["source"]) for shipment in shipments)
-    assert not ours.path.samefile(theirs.path), "a difference changes one in place"
-    for fetched, shipment in zip((ours, theirs), shipments, strict=True):
-        fetched.close()
+    workers = [FetchedWeights(), FetchedWeights()]
+    ours, theirs = (
+        worker.fetch(shipment.update["source"])
+        for worker, shipment in zip(workers, shipments, strict=True)
+    )
+    assert not ours.samefile(theirs), "a difference changes one in place"
+    for worker, shipment in zip(workers, shipments, strict=True):
+        worker.drop()
         shipment.close()
     other.abandon()
 
@@ -89,19 +96,20 @@ def test_a_wrong_piece_another_key_or_no_checksum_leaves_nothing_behind(
     shipment = plane.prepare(WEIGHTS)
     source: Any = shipment.update["source"]
     before = list(memory.iterdir())
-    with pytest.raises(SourceError, match="401"):
-        FetchedWeights({**source, "key": "another"})
+    worker = FetchedWeights()
+    with pytest.raises(PublishError, match="refuses the run's key"):
+        worker.fetch({**source, "key": "another"})
     with pytest.raises(ValueError, match="not the checksum"):
-        FetchedWeights({**source, "checksum": "../../etc"})
+        worker.fetch({**source, "checksum": "../../etc"})
     whole = weights_http.get
 
     def bent(url: str, path: str, *args: Any, **limits: Any) -> bytes:
         data = whole(url, path, *args, **limits)
         return data if path.endswith("pieces") else data[:-1] + bytes([data[-1] ^ 1])
 
-    monkeypatch.setattr(weights_http, "get", bent)
-    with pytest.raises(SourceError, match="piece 0 has a wrong checksum"):
-        FetchedWeights(source)
+    monkeypatch.setattr(piece_fetcher, "get", bent)
+    with pytest.raises(PublishError, match=f"{source['url']}: piece .* a wrong checksum, 3 times"):
+        worker.fetch(source)
     assert list(memory.iterdir()) == before
 
 
@@ -111,21 +119,21 @@ def test_a_trainer_that_goes_half_way_is_named_and_the_next_one_is_whole(
     source: Any = plane.prepare(WEIGHTS).update["source"]
     whole, gone = weights_http.get, threading.Event()
 
-    def cut(
-        url: str, path: str, key: str, size: int | None, start: int = 0, **limits: Any
-    ) -> bytes:
-        if start >= 5000 and not gone.is_set():
+    def cut(url: str, path: str, *args: Any, **limits: Any) -> bytes:
+        if not path.endswith("pieces") and not gone.is_set():
+            whole(url, path, *args, **limits)
             gone.set()
             plane.abandon()
-        return whole(url, path, key, size, start, **limits)
+        return whole(url, path, *args, **limits)
 
-    monkeypatch.setattr(weights_http, "get", cut)
-    with pytest.raises(SourceError, match=source["url"]):
-        FetchedWeights(source)
+    monkeypatch.setattr(piece_fetcher, "get", cut)
+    worker = FetchedWeights()
+    with pytest.raises(PublishError, match=f"from {source['url']}: nothing came for"):
+        worker.fetch({**source, "timeout_s": 1.0})
     shipment = plane.prepare(WEIGHTS)  # at another address
-    fetched = FetchedWeights(shipment.update["source"])
-    assert torch.equal(dict(open_shared(fetched.path))["b"], WEIGHTS["b"])
-    fetched.close()
+    path = worker.fetch(shipment.update["source"])
+    assert torch.equal(dict(open_shared(path))["b"], WEIGHTS["b"])
+    worker.drop()
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

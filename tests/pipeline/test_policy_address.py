@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from ludic.distributed import BroadcastPolicyPublisher, ModelWeights
+from ludic.distributed.vllm.shared_memory import FetchedWeights
 from ludic.errors import ConfigError
+from ludic.inference.tiny import tiny_model
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.pipeline.local_redis import LocalRedis
 from ludic.pipeline.policies import StoredPolicy
 from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.plumbing.files import file_checksum
 from ludic.runs.locate import read_run
 from ludic.runs.pipeline.address import URL_VARIABLE
+from ludic.runs.pipeline.status import read_status
 from ludic.runs.pipeline.training import RunPipeline
+from tests.distributed.test_engine_server import KEY, served
+from tests.inference.vllm.asking import PATIENT
 
 pytestmark = pytest.mark.redis
 
@@ -42,12 +50,40 @@ async def test_a_run_on_a_redis_of_its_own_choice_serves_its_policies(
         store = pipeline.lease.store
         policy = StoredPolicy.read(store.run("beat", "actor", "{}")[0])
         elsewhere = replace(policy, path="/on/another/host")
-        fetcher = PolicyFetcher(store, tmp_path / "cache")
+        fetcher = PolicyFetcher(store.config, tmp_path / "cache")
         try:
             assert file_checksum(Path(fetcher.fetch(elsewhere).path)) == policy.checksum
         finally:
             fetcher.close()
         assert policy.key not in repr(policy)
+
+
+async def test_redis_names_what_servers_fetch_for_as_long_as_they_can(
+    server: LocalRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(URL_VARIABLE, server.url)
+    fetch, sources = FetchedWeights.fetch, list[Any]()
+    async with (
+        make_pipeline(tmp_path / "run") as pipeline,
+        served() as url,
+        VLLMChatClient(url, model="tiny", api_key=KEY) as client,
+    ):
+        store = pipeline.lease.store
+
+        def looked_up(self: FetchedWeights, source: Any) -> Path:
+            named = json.loads(store.facts()["meta"]["offer"])
+            assert named == {"version": 3, **source}
+            sources.append(source)
+            assert read_status(store).offer == source["url"]
+            return fetch(self, source)
+
+        monkeypatch.setattr(FetchedWeights, "fetch", looked_up)
+        inner = BroadcastPolicyPublisher(client, plane="http", **PATIENT)
+        publisher = pipeline.publisher(inner)
+        await publisher.publish(ModelWeights(tiny_model(5)), 3)
+        await publisher.settle()
+        assert [{*source} >= {"url", "key", "checksum"} for source in sources] == [True]
+        assert read_status(store).offer == ""
 
 
 async def test_an_address_of_another_machine_is_refused_before_anything_starts(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ludic.pipeline.policies import PolicyFolder, StoredPolicy
-from ludic.pipeline.store import Store
+from ludic.pipeline.store import PipelineConfig
 from ludic.pipeline.weights_difference import DifferenceServer
 from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.plumbing.files import file_checksum
@@ -42,8 +42,8 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 
 
 @pytest.fixture
-def host(store: Store, tmp_path: Path) -> Iterator[PolicyFetcher]:
-    fetcher = PolicyFetcher(store, tmp_path / "host")
+def host(config: PipelineConfig, tmp_path: Path) -> Iterator[PolicyFetcher]:
+    fetcher = PolicyFetcher(config, tmp_path / "host")
     yield fetcher
     fetcher.close()
 

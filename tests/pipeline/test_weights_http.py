@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,16 @@ from typing import Any
 import pytest
 import torch
 
-from ludic.distributed import weights_http
-from ludic.distributed.weights_http import PolicyServer, SourceError, get, listening_address
+from ludic.distributed import piece_fetcher, weights_http
+from ludic.distributed.addresses import listening_address
+from ludic.distributed.piece_fetcher import NotComingError, Patience
+from ludic.distributed.weights_http import PolicyServer, SourceError, get
 from ludic.errors import ConfigError, PublishError
 from ludic.pipeline import weights_fetcher
 from ludic.pipeline.policies import PolicyFolder, StoredPolicy, file_in_kernel
 from ludic.pipeline.policy_cache import CACHES
-from ludic.pipeline.store import PipelineConfig, Store
-from ludic.pipeline.weights_fetcher import NotComingError, Patience, PolicyFetcher
+from ludic.pipeline.store import PipelineConfig
+from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.plumbing import files
 from ludic.plumbing.files import file_checksum
 from tests.pipeline.test_batch_source import acting, announced, until
@@ -41,7 +43,7 @@ PATIENT = Patience(deadline_s=60.0, silence_s=20.0, piece_s=60.0)
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (files, weights_http, weights_fetcher):
+    for module in (files, weights_http, piece_fetcher):
         monkeypatch.setattr(module, "PIECE", PIECE)
 
 
@@ -65,12 +67,12 @@ def policy(weights: Path, trainer: PolicyServer) -> StoredPolicy:
 
 
 @pytest.fixture
-def host(store: Store, tmp_path: Path) -> Iterator[Callable[..., PolicyFetcher]]:
+def host(config: PipelineConfig, tmp_path: Path) -> Iterator[Callable[..., PolicyFetcher]]:
     """Makes hosts, each with a cache of its own."""
     fetchers: list[PolicyFetcher] = []
 
     def make(name: str, patience: Patience = PATIENT, **options: object) -> PolicyFetcher:
-        fetcher = PolicyFetcher(store, tmp_path / name, patience=patience, **options)  # type: ignore[arg-type]
+        fetcher = PolicyFetcher(config, tmp_path / name, patience=patience, **options)  # type: ignore[arg-type]
         fetchers.append(fetcher)
         return fetcher
 
@@ -80,13 +82,24 @@ def host(store: Store, tmp_path: Path) -> Iterator[Callable[..., PolicyFetcher]]
 
 
 class Broken:
-    """A source that answers every piece in its own way, and counts them."""
+    """A host of which the trainer believes that it has the whole policy. It has its manifest,
+    answers every piece in its own way, and counts them."""
 
-    def __init__(self, answer: Callable[[socket.socket, int], None]) -> None:
+    def __init__(
+        self,
+        trainer: PolicyServer,
+        policy: StoredPolicy,
+        answer: Callable[[socket.socket, int], None],
+    ) -> None:
         self.asked = 0
         self._answer = answer
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        with trainer.opened(policy.checksum) as opened:
+            assert opened is not None
+            self._manifest = opened[0].manifest()
+            says = {"address": self.url, "digits": "1111", "left_out": [], "wanted": []}
+            trainer.share(opened[0], says)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -101,7 +114,7 @@ class Broken:
         with link:
             request = link.recv(65536).decode()
             if "/pieces " in request:
-                link.sendall(b"HTTP/1.1 404 no\r\nContent-Length: 0\r\n\r\n")
+                link.sendall(head(len(self._manifest)) + self._manifest)
                 return
             self.asked += 1
             first, last = request.split("bytes=")[1].split("\r\n")[0].split("-")
@@ -121,10 +134,6 @@ def wrong_bytes(link: socket.socket, size: int) -> None:
 
 def dies_halfway(link: socket.socket, size: int) -> None:
     link.sendall(head(size) + bytes(size // 2))
-
-
-def register(store: Store, url: str, policy: StoredPolicy, digits: str = "1111") -> None:
-    store.run("share", policy.checksum, url, digits, 15_000, "")
 
 
 def test_a_policy_arrives_as_it_is(
@@ -164,7 +173,8 @@ def test_each_piece_leaves_the_trainer_once_however_many_hosts_there_are(
         arrived = list(threads.map(lambda one: one.fetch(policy), hosts))
     assert all(file_checksum(Path(here.path)) == policy.checksum for here in arrived)
     assert trainer.sent == SIZE
-    assert sum(one.server.sent for one in hosts if one.server is not None) == 3 * SIZE
+    servers = [one.pieces.server for one in hosts]
+    assert sum(server.sent for server in servers if server is not None) == 3 * SIZE
 
 
 def test_processes_of_one_host_fetch_once(
@@ -177,45 +187,37 @@ def test_processes_of_one_host_fetch_once(
     assert trainer.sent == SIZE
 
 
-def test_a_host_takes_from_another_after_the_trainer_has_gone(
-    host: Callable[..., PolicyFetcher], policy: StoredPolicy, trainer: PolicyServer
-) -> None:
-    host("a").fetch(policy)
-    trainer.close()
-    here = host("b").fetch(policy)
-    assert file_checksum(Path(here.path)) == policy.checksum
-
-
 @pytest.mark.parametrize("answer", [wrong_bytes, dies_halfway])
 def test_a_host_that_sends_wrong_bytes_or_dies_is_left_for_the_trainer(
     host: Callable[..., PolicyFetcher],
     policy: StoredPolicy,
-    store: Store,
+    trainer: PolicyServer,
     answer: Callable[[socket.socket, int], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with closing(Broken(answer)) as source:
-        register(store, source.url, policy)
+    with closing(Broken(trainer, policy, answer)) as source:
         here = host("a").fetch(policy)
     assert file_checksum(Path(here.path)) == policy.checksum
-    assert f"policy 7 is not taken from {source.url}" in caplog.text
+    assert f"nothing more of policy 7 is taken from {source.url}" in caplog.text
+    assert source.asked == 1
 
 
 def test_a_host_that_is_too_slow_is_left_for_the_trainer(
-    host: Callable[..., PolicyFetcher], policy: StoredPolicy, store: Store
+    host: Callable[..., PolicyFetcher], policy: StoredPolicy, trainer: PolicyServer
 ) -> None:
     ended = threading.Event()
 
     def drips(link: socket.socket, size: int) -> None:
         link.sendall(head(size))
-        while not ended.wait(0.05):
-            link.sendall(b"x")
+        with suppress(OSError):  # it is left
+            while not ended.wait(0.05):
+                link.sendall(b"x")
 
-    with closing(Broken(drips)) as source:
-        register(store, source.url, policy)
+    with closing(Broken(trainer, policy, drips)) as source:
         here = host("a", Patience(60.0, 20.0, piece_s=0.5)).fetch(policy)
         ended.set()
     assert file_checksum(Path(here.path)) == policy.checksum
+    assert source.asked == 1
 
 
 def test_a_trainer_that_sends_wrong_bytes_is_an_error_that_names_it_and_the_version(
@@ -361,19 +363,6 @@ def test_what_a_killed_process_left_is_not_fetched_again(
     assert trainer.sent == PIECE
 
 
-def test_without_redis_a_host_fetches_for_itself(
-    config: PipelineConfig, policy: StoredPolicy, tmp_path: Path
-) -> None:
-    gone = Store(replace(config, url="redis://127.0.0.1:1/0"))
-    fetcher = PolicyFetcher(gone, tmp_path / "a", patience=PATIENT)
-    fetcher._address = None
-    try:
-        assert file_checksum(Path(fetcher.fetch(policy).path)) == policy.checksum
-    finally:
-        fetcher.close()
-        gone.close()
-
-
 def test_the_newest_policies_stay_in_the_cache_and_the_last_process_removes_it(
     host: Callable[..., PolicyFetcher], trainer: PolicyServer, tmp_path: Path
 ) -> None:
@@ -392,7 +381,7 @@ def test_the_newest_policies_stay_in_the_cache_and_the_last_process_removes_it(
 
 
 def test_the_caches_of_killed_processes_are_removed_by_the_next_run(
-    store: Store, policy: StoredPolicy, tmp_path: Path
+    config: PipelineConfig, policy: StoredPolicy, tmp_path: Path
 ) -> None:
     named = f"{CACHES}{os.getuid()}-"
     left, used, others = (tmp_path / f"{named}{n}" for n in ("left", "used", "others"))
@@ -404,7 +393,7 @@ def test_the_caches_of_killed_processes_are_removed_by_the_next_run(
     elsewhere = replace(policy, path="/elsewhere")
     with (used / "users.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        fetcher = PolicyFetcher(store, tmp_path / f"{named}own", patience=PATIENT)
+        fetcher = PolicyFetcher(config, tmp_path / f"{named}own", patience=PATIENT)
         fetcher.fetch(elsewhere)
         assert not left.exists()
         assert used.exists()
@@ -421,6 +410,24 @@ def test_a_request_for_another_path_or_range_gets_nothing(policy: StoredPolicy) 
         with pytest.raises(SourceError) as refused:
             get(policy.url, path, KEY, size, start, silence_s=20.0, until=float("inf"))
         assert refused.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("key", "body", "why"),
+    [
+        ("another", b"{}", "status 401"),
+        (KEY, bytes((1 << 20) + 1), "http"),  # refused, or cut off while it is sent
+        (KEY, b"no JSON", "http"),  # it hangs up
+        (KEY, b'{"address": "http://x"}', "http"),
+    ],
+)
+def test_what_is_no_host_s_word_gets_nothing_and_the_next_is_heard(
+    host: Callable[..., PolicyFetcher], policy: StoredPolicy, key: str, body: bytes, why: str
+) -> None:
+    asked = (policy.url, f"/{policy.checksum}/pieces", key, None)
+    with pytest.raises(SourceError, match=why):
+        get(*asked, silence_s=20.0, until=float("inf"), body=body)
+    assert file_checksum(Path(host("a").fetch(policy).path)) == policy.checksum
 
 
 @pytest.mark.parametrize(

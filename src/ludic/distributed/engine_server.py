@@ -53,7 +53,7 @@ class EngineServer:
         self._names, self._applied = [UNNAMED_VERSION], 0
         self._staged: dict[str, Tensor] = {}
         self._group: BroadcastGroup | None = None
-        self._fetched: FetchedWeights | None = None
+        self._fetched = FetchedWeights()
         posts: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "/inference/v1/generate": self._generate,
             "/tokenize": self._tokenize,
@@ -160,7 +160,8 @@ class EngineServer:
         self._group = await asyncio.to_thread(BroadcastGroup, **invitation, rank=rank)
 
     async def _forget(self, _: Any) -> Any:
-        self._staged, self._fetched = {}, None
+        self._staged = {}
+        self._fetched.drop()
 
     async def _stage(self, body: Any) -> Any:
         tensors = await asyncio.to_thread(lambda: dict(self._arriving(body["update_info"])))
@@ -174,8 +175,7 @@ class EngineServer:
         if plane == "shared_memory":
             yield from open_shared(Path(update["path"]))
         elif plane == "http":
-            self._fetched = FetchedWeights(update["source"])  # others of this host find it there
-            yield from open_shared(self._fetched.path)
+            yield from open_shared(self._fetched.fetch(update["source"]))
         elif plane == "broadcast" and self._group is not None:
             for meta in update["tensors"]:
                 tensor = torch.empty(meta["shape"], dtype=getattr(torch, meta["dtype"]))
@@ -185,7 +185,8 @@ class EngineServer:
             raise PublishError(f"this server takes no weights over {plane!r}")
 
     async def _apply(self, body: Any) -> Any:
-        staged, self._staged, self._fetched = self._staged, {}, None
+        staged, self._staged = self._staged, {}
+        self._fetched.drop()
         if staged:
             # Named first: a request may end before `sync_weights` returns.
             name = str((body or {}).get("weight_version", UNNAMED_VERSION))

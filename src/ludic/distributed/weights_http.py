@@ -1,12 +1,10 @@
-"""Policies by HTTP, for hosts that do not share a folder with the trainer.
+"""Weights by HTTP, for hosts that do not share a folder with the trainer: the serving side.
 
-The trainer serves its files by their checksums. A host fetches a policy once, in pieces of 16 MiB,
-checks each, and serves those that it has while it fetches the others. Redis lists which host has
-which piece, and a host claims a piece before it asks the trainer for it: the trainer sends each
-piece once, however many hosts there are. Whatever is dead, slow or wrong is left out, and the
-trainer is asked instead.
+The trainer serves its files by their checksums, in pieces of 16 MiB; hosts serve the pieces that
+they have in the same way. The trainer knows which host has which piece, and a host claims a piece
+before it asks the trainer for it: each leaves the trainer once, however many hosts there are.
 
-A request is signed with the run's key, which itself never travels by HTTP.
+A request is signed with the run's key.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -35,25 +33,29 @@ from ludic.plumbing.files import PIECE, piece_digests
 
 _log = logging.getLogger("ludic.pipeline")
 MISSING, HAS, CLAIMED = b"012"
-_MAX_MANIFEST = 1 << 24
+_MAX_MANIFEST, _MAX_ASKED = 1 << 24, 1 << 20
 _MAX_CONNECTIONS = 256
+_CLAIM_S = 15.0
+_CONNECT_S = 3.0
 
 
-def _signature(key: str, path: str) -> str:
-    return "Ludic " + hmac.new(key.encode(), path.encode(), sha256).hexdigest()
+def _signature(key: str, path: str, body: bytes = b"") -> str:
+    return "Ludic " + hmac.new(key.encode(), path.encode() + body, sha256).hexdigest()
 
 
 @dataclass(slots=True)
 class PieceFile:
-    """An open file, and which of its pieces are there: a digit each, as in `scripts.lua`. It stays
-    readable when its name is removed. Whoever fetches writes a digit once the piece is in the file;
-    threads that serve read it."""
+    """An open file, and which of its pieces are there: a digit each, `0` missing, `1` there, `2`
+    claimed. It stays readable when its name is removed. Whoever fetches writes a digit once the
+    piece is in the file; threads that serve read it. `hosts` has the digits of others, by address,
+    and when they said so; it changes under the lock of the server."""
 
     handle: int
     size: int
     digests: list[bytes] = field(default_factory=list)
     digits: bytearray = field(default_factory=bytearray)
     used: float = field(default_factory=time.monotonic)
+    hosts: dict[str, tuple[float, bytes]] = field(default_factory=dict)
     hashing: threading.Lock = field(default_factory=threading.Lock)
 
     def manifest(self) -> bytes:
@@ -154,6 +156,26 @@ class PolicyServer:
             file.used = time.monotonic()
             os.close(handle)
 
+    def share(self, file: PieceFile, asked: Mapping[str, Any]) -> bytes:
+        """Hears what a host has; answers which of the pieces that it wants from here is now its own
+        to ask for (-1: none), and what the others have, but for those that it has left out. One
+        without an address only looks. A claim that is not renewed ends after a while."""
+        address, digits = str(asked["address"]), bytearray(str(asked["digits"]).encode())
+        left_out, now = {address, *asked["left_out"]}, time.monotonic()
+        with self._lock:
+            others = {
+                url: theirs if now - at < _CLAIM_S else theirs.replace(b"2", b"0")
+                for url, (at, theirs) in file.hosts.items()
+                if url not in left_out
+            }
+            taken = {n for theirs in others.values() for n, d in enumerate(theirs) if d != MISSING}
+            if (claimed := next((n for n in asked["wanted"] if n not in taken), -1)) >= 0:
+                digits[claimed] = CLAIMED
+            if address and digits:
+                file.hosts[address] = now, bytes(digits)
+        rows = [[url, theirs.decode()] for url, theirs in others.items()]
+        return json.dumps({"claimed": claimed, "others": rows}).encode()
+
     def count(self, sent: int) -> None:
         with self._lock:
             self.sent += sent
@@ -209,7 +231,8 @@ class _Listening(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """`GET /CHECKSUM/pieces` is a manifest, `GET /CHECKSUM` with a range is a part of the file."""
+    """`GET /CHECKSUM/pieces` is a manifest, `GET /CHECKSUM` with a range is a part of the file,
+    `POST /CHECKSUM/pieces` says what a host has, and asks who has what."""
 
     protocol_version = "HTTP/1.1"
     policies: PolicyServer
@@ -217,8 +240,16 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         _log.debug(format, *args)
 
-    def do_GET(self) -> None:
-        signature = _signature(self.policies.key, self.path).encode()
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        if 0 < length <= _MAX_ASKED:
+            self.do_GET(self.rfile.read(length))
+        else:
+            self.close_connection = True
+            self._answer(413, b"too long, or nothing")
+
+    def do_GET(self, body: bytes = b"") -> None:
+        signature = _signature(self.policies.key, self.path, body).encode()
         given = (self.headers.get("Authorization") or "").encode()
         checksum, _, what = self.path.strip("/").partition("/")
         if not hmac.compare_digest(given, signature):
@@ -228,7 +259,11 @@ class _Handler(BaseHTTPRequestHandler):
             if opened is None:
                 self._answer(404, b"no such policy")
             elif what == "pieces":
-                self._answer(200, opened[0].manifest())
+                file, _ = opened
+                if body:
+                    self._answer(200, self.policies.share(file, json.loads(body)))
+                else:
+                    self._answer(200, file.manifest())
             else:
                 self._send(*opened)
 
@@ -272,18 +307,23 @@ def get(
     silence_s: float,
     until: float,
     given_up: Callable[[], bool] = bool,
+    body: bytes = b"",
 ) -> bytes:
-    """The `size` bytes from `start` on of what a source has at `path`; all of it with None.
+    """The `size` bytes from `start` on of what a source has at `path`; all of it with None. With a
+    `body`, its answer to that.
 
-    Raises `SourceError` when nothing comes for `silence_s`, or not all by the time `until`.
+    Raises `SourceError` when it cannot be reached within three seconds, when nothing comes for
+    `silence_s`, or not all by the time `until`.
     """
-    address = urlsplit(url)
-    link = http.client.HTTPConnection(address.hostname or "", address.port, timeout=silence_s)
-    headers = {"Authorization": _signature(key, path)}
+    address, patience_s = urlsplit(url), min(silence_s, _CONNECT_S)
+    link = http.client.HTTPConnection(address.hostname or "", address.port, timeout=patience_s)
+    headers = {"Authorization": _signature(key, path, body)}
     if size is not None:
         headers["Range"] = f"bytes={start}-{start + size - 1}"
     try:
-        link.request("GET", path, headers=headers)
+        link.connect()
+        link.sock.settimeout(silence_s)
+        link.request("POST" if body else "GET", path, body or None, headers)
         answer = link.getresponse()
         if answer.status not in (200, 206):
             raise SourceError(url, f"status {answer.status}", answer.status)
@@ -291,15 +331,17 @@ def get(
         if length != size if size is not None else not 0 <= length <= _MAX_MANIFEST:
             raise SourceError(url, f"sends {length} bytes")
         data = bytearray(length)
-        view, filled = memoryview(data), 0
+        filled = 0
         while filled < length:
             if given_up():
                 raise SourceError(url, "is not needed any more")
             if time.monotonic() > until:
                 raise SourceError(url, f"is too slow: {filled} of {length} bytes came in time")
-            if not (count := answer.readinto(view[filled : filled + (1 << 18)])):
+            # What is there: to wait for more would be to wait for a source that drips.
+            if not (came := answer.read1(min(length - filled, 1 << 18))):
                 raise SourceError(url, f"broke off after {filled} of {length} bytes")
-            filled += count
+            data[filled : filled + len(came)] = came
+            filled += len(came)
         return bytes(data)
     except (OSError, ValueError, http.client.HTTPException) as exc:
         raise SourceError(url, str(exc) or type(exc).__name__) from exc
@@ -319,56 +361,3 @@ def read_manifest(data: bytes, checksum: str, url: str) -> tuple[int, list[bytes
     if len(digests) != -(-size // PIECE):
         raise SourceError(url, f"sends a manifest of {len(digests)} pieces for {size} bytes")
     return size, digests
-
-
-def fetch_file(
-    target: Path, url: str, key: str, checksum: str, *, timeout_s: float, silence_s: float = 30.0
-) -> None:
-    """Writes a served file to `target`, each piece as its checksum says. Raises `SourceError` when
-    nothing comes for `silence_s`, or not all within `timeout_s`."""
-    until = time.monotonic() + timeout_s
-    data = get(url, f"/{checksum}/pieces", key, None, silence_s=silence_s, until=until)
-    size, digests = read_manifest(data, checksum, url)
-    with target.open("wb") as file:
-        for number, digest in enumerate(digests):
-            start = number * PIECE
-            wanted = (f"/{checksum}", key, min(PIECE, size - start), start)
-            piece = get(url, *wanted, silence_s=silence_s, until=until)
-            if sha256(piece).digest() != digest:
-                raise SourceError(url, f"piece {number} has a wrong checksum")
-            file.write(piece)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach an address, given as a URL or a name."""
-    host = urlsplit(address).hostname if "//" in address else address
-    return host in ("localhost", "::1") or (host or "").startswith("127.")
-
-
-def listening_address(setting: str, redis_url: str) -> tuple[str, int]:
-    """Returns the address and port of `pipeline.policy_address`. `auto` is the address of this
-    machine by which it reaches Redis."""
-    host, _, port = (
-        setting.rpartition(":") if re.search(r"[^:]:\d+$", setting) else (setting, "", "0")
-    )
-    host = host.strip("[]")
-    if host in ("", "0.0.0.0", "::"):
-        raise ConfigError(
-            f"pipeline.policy_address={setting!r} names no machine that others could ask: use "
-            '"auto" for the address by which this one reaches Redis'
-        )
-    if host == "auto":
-        redis = urlsplit(redis_url)
-        if redis.scheme == "unix":
-            return "127.0.0.1", int(port)
-        try:
-            answer = socket.getaddrinfo(redis.hostname, redis.port or 6379, type=socket.SOCK_DGRAM)
-            family, kind, _, _, there = answer[0]
-            with socket.socket(family, kind) as link:
-                link.connect(there)  # a datagram socket: nothing is sent
-                host = link.getsockname()[0]
-        except OSError as exc:
-            raise ConfigError(
-                f"pipeline.policy_address={setting!r}: no way to {redis.hostname}: {exc}"
-            ) from exc
-    return host, int(port)

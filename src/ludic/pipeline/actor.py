@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ludic.distributed.piece_fetcher import NotComingError
 from ludic.errors import (
     ConfigError,
     PipelineError,
@@ -26,7 +27,7 @@ from ludic.inference.client import ChatClient
 from ludic.pipeline.messages import Group, Unit, group_message, read_unit
 from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, load_policy, stamped
 from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries
-from ludic.pipeline.weights_fetcher import NotComingError, PolicyFetcher
+from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.requests import RolloutRequest
 
@@ -310,7 +311,7 @@ class Actor:
         if not policy.url:
             return policy
         if self._fetcher is None:
-            self._fetcher = PolicyFetcher(self._store, address=self.cfg.policy_address)
+            self._fetcher = PolicyFetcher(self._store.config, address=self.cfg.policy_address)
         if self._arriving is None:
             self._arriving = asyncio.create_task(asyncio.to_thread(self._fetcher.fetch, policy))
         arrived, _ = await asyncio.wait([self._arriving], timeout=_POLL_S[0])

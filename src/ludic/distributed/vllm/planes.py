@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ludic.distributed.addresses import own_address
 from ludic.distributed.vllm.ipc_handles import Exports
 from ludic.distributed.vllm.placement import (
     Choice,
@@ -27,7 +28,6 @@ from ludic.distributed.vllm.placement import (
     PlaneName,
     ask_places,
     choose_plane,
-    own_address,
 )
 from ludic.distributed.vllm.shared_memory import OwnedFolder, SharedWeights, write_shared
 from ludic.distributed.weights_http import PolicyServer
@@ -127,8 +127,9 @@ class SharedMemoryPlane(DataPlane):
 
 class HTTPPlane(DataPlane):
     """A file that each host of servers fetches once by HTTP, in pieces with checksums, and that all
-    workers there map. `host` is an address of the trainer that the servers reach, `port` one that
-    is open to them (None: any that is free); nobody without the publish's key gets anything."""
+    workers there map; hosts pass pieces on to each other. `host` is an address of the trainer that
+    the servers reach, `port` one that is open to them (None: any that is free); nobody without the
+    plane's key gets anything. `timeout_s` is how long a host may take."""
 
     name = "http"
 

@@ -26,6 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from ludic.distributed.interfaces import Snapshot
+from ludic.distributed.piece_fetcher import Patience, PieceFetcher, Source
 from ludic.distributed.weights_file import (
     Layout,
     bytes_of,
@@ -34,7 +35,6 @@ from ludic.distributed.weights_file import (
     make_file,
     map_file,
 )
-from ludic.distributed.weights_http import fetch_file
 from ludic.errors import DeadlineError, PublishError
 
 _PREFIX = "ludic-publish-"
@@ -223,31 +223,45 @@ def write_shared(weights: Mapping[str, Tensor]) -> tuple[Path, OwnedFolder]:
 
 
 class FetchedWeights:
-    """A file of weights that this host fetches once by HTTP, for all workers of all servers on it
-    that hold it at the same time. `source` is what an `HTTPPlane` says of it."""
+    """Files of weights that this host fetches by HTTP, each once for all workers of all servers on
+    it that have it at the same time. The worker that fetched it passes it on to other hosts."""
 
-    def __init__(self, source: Mapping[str, Any]) -> None:
+    def __init__(self) -> None:
+        self._pieces = PieceFetcher()
+        self._folder: SharedFolder | None = None
+        self._checksum = ""
+        self._end = weakref.finalize(self, self._pieces.close)
+
+    def fetch(self, source: Mapping[str, Any]) -> Path:
+        """Returns the file of which an `HTTPPlane` says so; it is there until `drop`."""
+        self.drop()
         url, key, checksum = (str(source[name]) for name in ("url", "key", "checksum"))
         timeout_s = float(source["timeout_s"])
         if not re.fullmatch("[0-9a-f]{64}", checksum):
             raise ValueError(f"{checksum!r} is not the checksum of a file of weights")
         # A run's own: another's copy of the same file may be changed in place by a difference.
         run = sha256(key.encode()).hexdigest()[:16]
-        self._folder = SharedFolder(f"fetched-{checksum}-{run}")
-        self.path = self._folder.path / _WEIGHTS
+        self._folder, self._checksum = SharedFolder(f"fetched-{checksum}-{run}"), checksum
+        path = self._folder.path / _WEIGHTS
+        self._pieces.patience = Patience.within(timeout_s)
         try:
             with self._folder.alone(timeout_s):
-                if not self.path.exists():
-                    part = self.path.with_suffix(".part")
-                    fetch_file(part, url, key, checksum, timeout_s=timeout_s)
-                    part.rename(self.path)
+                if not path.exists():
+                    part = path.with_suffix(".part")
+                    if not self._pieces.fetch(Source(url, key, checksum), part):
+                        raise PublishError(f"{url} does not offer these weights any more")
+                    part.rename(path)
         except BaseException:
-            self.close()
+            self.drop()
             raise
+        return path
 
-    def close(self) -> None:
-        """Lets go of the file: who has mapped it may go on reading it."""
-        self._folder.close()
+    def drop(self) -> None:
+        """Lets go of the file, and passes it on no longer: who has mapped it may go on reading."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            self._pieces.drop(self._checksum)
+            folder.close()
 
 
 @contextmanager

@@ -62,6 +62,8 @@ class PipelineStatus:
     memory: int
     durability: str
     ended: str
+    offer: str
+    """Where the servers' machines fetch weights at this moment."""
 
     @property
     def alive(self) -> int:
@@ -119,6 +121,7 @@ def read_status(store: Store) -> PipelineStatus:
         memory=store.memory(),
         durability=str(trainer.get("durability", "?")),
         ended=meta.get("ended", ""),
+        offer=json.loads(meta.get("offer") or "{}").get("url", ""),
     )
 
 
@@ -144,6 +147,7 @@ def process_rows(
     alive = status.trainer_alive
     gone = f"gone{': ' + status.ended if status.ended else ''}"
     work = f"{trainer.get('step', '?')} updates, {status.trained} groups, dropped: {dropped}"
+    work += f", offers weights at {status.offer}" if status.offer else ""
     rows = [
         row(
             *("trainer", status.holder.partition(",")[0], "alive" if alive else gone),

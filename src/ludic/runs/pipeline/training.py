@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ludic.distributed import BackgroundPublisher, PolicyPublisher
+from ludic.distributed.addresses import listening_address
 from ludic.distributed.background import in_background
 from ludic.distributed.vllm.shared_memory import OwnedFolder
-from ludic.distributed.weights_http import PolicyServer, listening_address
+from ludic.distributed.vllm.weights_payload import WeightsPayload
+from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
@@ -41,6 +44,7 @@ from ludic.training import RLAlgorithm
 
 _LOOK_EVERY_S = 0.5
 _SAY_EVERY_S = 60.0
+_REDIS_S = 1.0
 
 
 class RunPipeline:
@@ -153,6 +157,9 @@ class RunPipeline:
     def publisher(self, inner: PolicyPublisher | None) -> PolicyPublisher:
         """Returns what also reaches the actors, in the background where `inner` lets it. One that
         shares the trainer's weights hears of each version at once."""
+        payload = getattr(inner, "payload", None)
+        if isinstance(payload, WeightsPayload):
+            payload.offered = self._offer
         folder = None if self._policies is None else PolicyFolder(self._policies)
         limit, server = self.config.training.publish_timeout_s, self._policy_server
         if inner is not None and inner.shares_weights:
@@ -162,6 +169,12 @@ class RunPipeline:
             actors = PipelinePublisher(self.lease, inner, folder, server, limit)
             self._publisher = in_background(actors, limit, held=True)
         return self._publisher
+
+    def _offer(self, source: Mapping[str, Any]) -> None:
+        """Names in Redis what the servers' machines can fetch: the address, the key, the checksum.
+        They hear it from the trainer, too, and a Redis that does not answer holds up nobody."""
+        with suppress(PipelineError):
+            self.lease.run("offer", json.dumps(source), patience_s=_REDIS_S)
 
     def _alarm(self) -> None:
         """Raises where no batch would ever come."""

@@ -1,0 +1,346 @@
+"""Weights by HTTP: the side that fetches, and passes on what it has.
+
+A host fetches a file once, in pieces, and checks each. Pieces that other hosts have come from them,
+and only what nobody has comes from the trainer. A host that is dead, slow or wrong is left for the
+rest of that file, and the trainer is asked instead: see `Patience` for what that costs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+from ludic.distributed.addresses import address_towards, is_loopback
+from ludic.distributed.weights_http import (
+    CLAIMED,
+    HAS,
+    MISSING,
+    PieceFile,
+    PolicyServer,
+    SourceError,
+    get,
+    read_manifest,
+)
+from ludic.errors import ConfigError, PublishError
+from ludic.plumbing.files import PIECE, piece_digests
+
+_log = logging.getLogger("ludic.distributed")
+_POLL_S = 0.1
+_ASK_FOR = 64
+_WRONG = 3
+
+
+class NotComingError(PublishError):
+    """No source has sent anything for as long as was waited; a later try may do better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """A fetch fails when no piece has come for `deadline_s`, or not all within `whole_s`. A source
+    is left when it cannot be reached within three seconds, or sends nothing for `silence_s`; a host
+    that passes on, also when a piece takes longer than `piece_s`."""
+
+    deadline_s: float = 120.0
+    silence_s: float = 10.0
+    piece_s: float = 30.0
+    whole_s: float = float("inf")
+
+    @staticmethod
+    def within(timeout_s: float) -> Patience:
+        """So that a source may fail, and there is time for the trainer."""
+        part = timeout_s / 4
+        return Patience(timeout_s, min(10.0, part), min(30.0, part), timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file that a trainer serves. `what` is its name in messages."""
+
+    url: str
+    key: str = field(repr=False)
+    checksum: str
+    what: str = "the weights"
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A file on its way here. Two threads work on it: one asks the trainer, and both ask the hosts
+    that have pieces already, each host for one at a time (`asked`). The file and its digits change
+    under `lock`, and not when it is over; the rest is set and read as it is."""
+
+    source: Source
+    until: float
+    file: PieceFile = field(default_factory=lambda: PieceFile(-1, 0))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    sharing: threading.Lock = field(default_factory=threading.Lock)
+    over: threading.Event = field(default_factory=threading.Event)
+    left_out: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
+    wrong: int = 0
+    problem: str = "no source has answered"
+    failure: PublishError | None = None
+    gone: bool = False
+
+    def mark(self, piece: int, digit: int, data: bytes = b"") -> None:
+        """Notes what has become of a piece, and writes it if it has come."""
+        with self.lock:
+            if self.over.is_set() or self.file.digits[piece] == HAS:
+                return
+            if digit == HAS:
+                os.pwrite(self.file.handle, data, piece * PIECE)
+            self.file.digits[piece] = digit
+            if all(known == HAS for known in self.file.digits):
+                self.over.set()
+
+    def missing(self) -> list[int]:
+        pieces = [piece for piece, digit in enumerate(self.file.digits) if digit == MISSING]
+        return random.sample(pieces, len(pieces))
+
+    def pick(self, others: Mapping[str, bytes]) -> tuple[int, str] | None:
+        """A piece to take next from a host that has it; None: there is none at the moment."""
+        with self.sharing:
+            hosts = [url for url in others if url not in self.asked | self.left_out]
+            for piece in self.missing():
+                having = [url for url in hosts if others[url][piece : piece + 1] == bytes([HAS])]
+                if having:
+                    self.mark(piece, CLAIMED)
+                    self.asked.add(url := random.choice(having))
+                    return piece, url
+        return None
+
+    def fail(self, why: str, kind: type[PublishError] = PublishError) -> None:
+        self.failure = kind(f"cannot fetch {self.source.what} from {self.source.url}: {why}")
+        self.over.set()
+
+
+def _towards(url: str) -> tuple[str, int]:
+    """Where to pass on unless told: the address by which the trainer is reached, any free port."""
+    try:
+        return address_towards(url), 0
+    except OSError as exc:
+        raise ConfigError(f"no way to {url}: {exc}") from exc
+
+
+class PieceFetcher:
+    """Fetches files, one at a time, and passes on what it has of them until they are dropped.
+
+    `address` says where to pass on, given the trainer's URL; nothing is passed on from a loopback
+    address if the trainer is elsewhere. `progressed` is when something last came.
+    """
+
+    def __init__(
+        self,
+        patience: Patience | None = None,
+        address: Callable[[str], tuple[str, int]] = _towards,
+    ) -> None:
+        self.patience = patience or Patience()
+        self.progressed = time.monotonic()
+        self.closed = threading.Event()
+        self.server: PolicyServer | None = None
+        self._address: Callable[[str], tuple[str, int]] | None = address
+        self._job: _Fetch | None = None
+
+    def close(self) -> None:
+        """Ends a fetch that is under way, and passes nothing on any more."""
+        self.closed.set()
+        if self.server is not None:
+            self.server.close()
+
+    def drop(self, checksum: str) -> None:
+        """Passes a file on no longer."""
+        if self.server is not None:
+            self.server.withdraw(checksum)
+
+    def give_up(self, why: str) -> None:
+        """Ends a fetch that is under way and does not get on."""
+        job = self._job
+        stuck = time.monotonic() - self.progressed > self.patience.silence_s
+        if job is not None and stuck and not job.over.is_set():
+            job.fail(f"{why}; {job.problem}", NotComingError)
+
+    def fetch(self, source: Source, part: Path) -> bool:
+        """Makes `part` the served file; what a killed process left there is used. Returns whether
+        the trainer still has it: if not, there is no such file.
+
+        Raises `PublishError`, which names the file and the trainer, when it does not come.
+        """
+        self.progressed = time.monotonic()
+        self._listen(source)
+        job = self._job = _Fetch(source, self.progressed + self.patience.whole_s)
+        try:
+            self._fetch_into(part, job)
+        except OSError as exc:
+            job.fail(f"{part}: {exc}", NotComingError)
+        if job.failure is not None:
+            raise job.failure
+        if job.gone:
+            part.unlink(missing_ok=True)
+        return not job.gone
+
+    def _listen(self, source: Source) -> None:
+        if self._address is not None and self.server is None:
+            try:
+                host, port = self._address(source.url)
+                if is_loopback(source.url) or not is_loopback(host):
+                    self.server = PolicyServer(source.key, host, port)
+            except ConfigError as exc:
+                _log.warning("this host does not pass weights on: %s", exc)
+            self._address = None
+        if self.server is not None:
+            self.server.key = source.key
+
+    def _fetch_into(self, part: Path, job: _Fetch) -> None:
+        manifest = self._manifest(job)
+        if manifest is None:
+            return
+        size, digests = manifest
+        handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            digits = bytearray([MISSING]) * len(digests)
+            if os.fstat(handle).st_size == size:  # left by a process that was killed
+                here = zip(piece_digests(handle), digests, strict=True)
+                digits = bytearray(HAS if a == b else MISSING for a, b in here)
+            os.ftruncate(handle, size)
+            job.file = PieceFile(handle, size, digests, digits)
+            if self.server is not None:
+                served = PieceFile(os.dup(handle), size, digests, digits)
+                self.server.put(job.source.checksum, served)
+            if MISSING in digits:
+                threading.Thread(target=self._work, args=(job, False), daemon=True).start()
+                self._work(job, True)
+                self._share(job, [])
+        finally:
+            job.over.set()
+            with job.lock:  # a thread that comes too late writes nothing
+                os.close(handle)
+
+    def _manifest(self, job: _Fetch) -> tuple[int, list[bytes]] | None:
+        """The size and the pieces' checksums, from whoever has them; None if the job is over."""
+        while not job.over.is_set():
+            _, others = self._share(job, [])
+            hosts = random.sample(list(others), len(others))
+            for url in [] if job.over.is_set() else [*hosts, job.source.url]:
+                try:
+                    data = self._get(job, url, self.patience.piece_s, "/pieces")
+                    return read_manifest(data, job.source.checksum, url)
+                except SourceError as exc:
+                    self._leave(job, url, exc)
+            self._wait(job)
+        return None
+
+    def _get(
+        self,
+        job: _Fetch,
+        url: str,
+        seconds: float,
+        what: str = "",
+        size: int | None = None,
+        start: int = 0,
+        body: bytes = b"",
+    ) -> bytes:
+        return get(
+            *(url, f"/{job.source.checksum}{what}", job.source.key, size, start),
+            silence_s=self.patience.silence_s,
+            until=min(time.monotonic() + seconds, job.until),
+            # What is here is said to the end, also when that is all.
+            given_up=lambda: self.closed.is_set() or (job.over.is_set() and not body),
+            body=body,
+        )
+
+    def _wait(self, job: _Fetch) -> None:
+        now = time.monotonic()
+        waited = now - self.progressed
+        if self.closed.is_set():
+            job.fail("this process ends", NotComingError)
+        elif waited > self.patience.deadline_s or now > job.until:
+            hint = ""
+            if is_loopback(job.source.url):
+                hint = (
+                    " (that is a loopback address: for other machines, set the trainer's "
+                    "pipeline.policy_address, or inference.publish_address)"
+                )
+            job.fail(f"nothing came for {waited:.3g} s; {job.problem}{hint}", NotComingError)
+        else:
+            job.over.wait(_POLL_S)
+
+    def _work(self, job: _Fetch, from_trainer: bool) -> None:
+        """Fetches pieces until all are here: those that other hosts have from them, and if asked to
+        those that nobody has from the trainer."""
+        try:
+            while not job.over.is_set():
+                claimed, others = self._share(job, job.missing() if from_trainer else [])
+                if claimed >= 0:
+                    self._take(job, claimed, job.source.url, self.patience.deadline_s)
+                elif picked := job.pick(others):
+                    self._take(job, *picked, self.patience.piece_s)
+                    job.asked.discard(picked[1])
+                else:
+                    self._wait(job)
+        except Exception as exc:  # the other thread must hear of it, whatever it is
+            kind = NotComingError if isinstance(exc, OSError) else PublishError
+            job.fail(f"{type(exc).__name__}: {exc}", kind)
+
+    def _take(self, job: _Fetch, piece: int, url: str, seconds: float) -> None:
+        file, start = job.file, piece * PIECE
+        try:
+            data = self._get(job, url, seconds, "", min(PIECE, file.size - start), start)
+            if sha256(data).digest() != file.digests[piece]:
+                job.wrong += url == job.source.url
+                raise SourceError(url, f"piece {piece} has a wrong checksum")
+        except SourceError as exc:
+            job.mark(piece, MISSING)
+            self._leave(job, url, exc)
+            if not job.over.is_set():
+                self._wait(job)
+            return
+        self.progressed = time.monotonic()
+        job.mark(piece, HAS, data)
+
+    def _leave(self, job: _Fetch, url: str, why: SourceError) -> None:
+        """Asks a host no more for this file; the trainer is asked again, unless it is no use."""
+        if job.over.is_set():
+            return
+        if url != job.source.url:
+            job.left_out.add(url)
+            _log.warning("nothing more of %s is taken from %s", job.source.what, why)
+        elif why.status == 401:
+            # Perhaps a new trainer at the same address: the newest policy has its key.
+            refused = "it refuses the run's key: is it the trainer of this run?"
+            job.fail(refused, NotComingError)
+        elif why.status == 404:
+            job.gone = True
+            job.over.set()
+        elif job.wrong >= _WRONG:
+            job.fail(f"{why}, {_WRONG} times")
+        job.problem = str(why)
+
+    def _share(self, job: _Fetch, wanted: list[int]) -> tuple[int, dict[str, bytes]]:
+        """Says what is here; returns the piece to ask the trainer for (or -1), and what others
+        have. The trainer knows who has what; where it does not answer, nobody is asked."""
+        with job.sharing:  # so that the other thread does not take a claim back
+            asked = {
+                "address": "" if self.server is None else self.server.url,
+                "digits": job.file.digits.decode(),
+                "left_out": sorted(job.left_out),
+                "wanted": wanted[:_ASK_FOR],
+            }
+            body = json.dumps(asked).encode()
+            try:
+                data = self._get(job, job.source.url, self.patience.piece_s, "/pieces", body=body)
+                answer = json.loads(data)
+                claimed = int(answer["claimed"])
+                others = {str(url): digits.encode() for url, digits in answer["others"]}
+            except SourceError as exc:
+                self._leave(job, job.source.url, exc)
+                return -1, {}
+            if claimed >= 0:
+                job.mark(claimed, CLAIMED)
+        return claimed, others

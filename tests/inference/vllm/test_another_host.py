@@ -1,0 +1,55 @@
+"""A real vLLM server that does not see the trainer's shared memory, as on another host: it is in a
+mount namespace of its own. Skipped, with a word, where that cannot be made."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.server import VLLMServer
+from ludic.sharding.weights import ModelWeights
+from tests.inference.vllm.asking import PATIENT
+from tests.inference.vllm.conftest import NAME, VLLM_PYTHON, server_model, tiny_server
+from tests.inference.vllm.test_publish import assert_serves
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
+
+ALONE = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
+
+
+@pytest.fixture
+def server(model_folder: Path, tmp_path: Path) -> Iterator[VLLMServer]:
+    probe = subprocess.run([*ALONE, "true"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"no mount namespaces here: {probe.stderr.strip()}")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.join([*ALONE, VLLM_PYTHON])} "$@"\n')
+    python.chmod(0o755)
+    server = tiny_server(model_folder, tmp_path / "server.log")
+    server.build = replace(server.build, python=str(python))
+    with server:
+        yield server
+
+
+async def test_auto_has_it_fetch_by_http_all_weights_and_then_a_difference(
+    server: VLLMServer, tokenizer: Any
+) -> None:
+    async with VLLMChatClient(server.url, model=NAME) as client:
+        await client.connect(tokenizer=tokenizer)
+        publisher = BroadcastPolicyPublisher(client, differences=True, **PATIENT)
+        newer = server_model(seed=9)
+        for version, sent in ((1, "weights"), (2, "difference")):
+            newer.model.norm.weight.data[:3] += 0.1
+            report = await publisher.publish(ModelWeights(newer), version)
+            assert (report.details["plane"], report.details["sent"]) == ("http", sent)
+            await assert_serves(client, newer, version)
+        assert publisher.choice is not None
+        assert "NCCL is not possible" in publisher.choice.why
