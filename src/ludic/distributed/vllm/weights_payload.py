@@ -34,9 +34,9 @@ class WeightsPayload(Payload):
     """All of a model's weights, over a data plane: None until the first publish has chosen it. With
     `differences`, what changed of them since the publish that all servers confirmed last."""
 
-    offered: Callable[[Mapping[str, Any]], None] | None = None
-    """Called, in a thread, with what the servers' machines can fetch, and with nothing when that is
-    over: for planes from which they do."""
+    offered: Callable[[str], None] | None = None
+    """Called with the address from which the servers' machines fetch, and with nothing when that is
+    over: for planes from which they do. It must not wait for anybody."""
 
     def __init__(self, plane: DataPlane | None, *, differences: bool = False) -> None:
         self.plane = plane
@@ -82,7 +82,7 @@ class WeightsDelivery(Delivery[WeightsServer]):
         job: Job,
         plane: DataPlane,
         confirmed: Confirmed | None = None,
-        offered: Callable[[Mapping[str, Any]], None] | None = None,
+        offered: Callable[[str], None] | None = None,
     ) -> None:
         limits = (job.timeout_s, job.patience_s)
         super().__init__(job, [WeightsServer(job.client, r, *limits) for r in job.client.replicas])
@@ -226,7 +226,7 @@ class WeightsDelivery(Delivery[WeightsServer]):
         with self.job.times.timed("prepare"), aside(self.sent.values()):
             shipment = self._plane.prepare(self.sent)
             if self._offered is not None and (source := shipment.update.get("source")):
-                self._offered({"version": self.job.version, **source})
+                self._offered(str(source["url"]))
                 shipment = replace(shipment, close=partial(_end_offer, shipment, self._offered))
             if self._confirmed is None:
                 return shipment
@@ -298,9 +298,9 @@ class WeightsDelivery(Delivery[WeightsServer]):
         return [float(score) for score in response.info["prompt_logprobs"][1:]]
 
 
-def _end_offer(shipment: Shipment, offered: Callable[[Mapping[str, Any]], None]) -> None:
+def _end_offer(shipment: Shipment, offered: Callable[[str], None]) -> None:
     shipment.close()
-    offered({})
+    offered("")
 
 
 def _free(made: asyncio.Task[Shipment]) -> None:

@@ -121,7 +121,7 @@ def read_status(store: Store) -> PipelineStatus:
         memory=store.memory(),
         durability=str(trainer.get("durability", "?")),
         ended=meta.get("ended", ""),
-        offer=json.loads(meta.get("offer") or "{}").get("url", ""),
+        offer=meta.get("offer", ""),
     )
 
 
@@ -147,7 +147,7 @@ def process_rows(
     alive = status.trainer_alive
     gone = f"gone{': ' + status.ended if status.ended else ''}"
     work = f"{trainer.get('step', '?')} updates, {status.trained} groups, dropped: {dropped}"
-    work += f", offers weights at {status.offer}" if status.offer else ""
+    work += f", offers weights at {status.offer}" if status.offer and alive else ""
     rows = [
         row(
             *("trainer", status.holder.partition(",")[0], "alive" if alive else gone),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from ludic.distributed import BackgroundPublisher, PolicyPublisher
 from ludic.distributed.addresses import listening_address
@@ -60,6 +60,8 @@ class RunPipeline:
         self._memory: OwnedFolder | None = None
         self._policy_server: PolicyServer | None = None
         self._publisher: PolicyPublisher | None = None
+        self._offering, self._offered = threading.Lock(), ""
+        self._offerer: threading.Thread | None = None
         self._watch: ServerWatch | None = None
         self._actors = Supervisor(LocalEngine(), tell=self._tell)
         self._tending: asyncio.Task[None] | None = None
@@ -170,11 +172,24 @@ class RunPipeline:
             self._publisher = in_background(actors, limit, held=True)
         return self._publisher
 
-    def _offer(self, source: Mapping[str, Any]) -> None:
-        """Names in Redis what the servers' machines can fetch: the address, the key, the checksum.
-        They hear it from the trainer, too, and a Redis that does not answer holds up nobody."""
-        with suppress(PipelineError):
-            self.lease.run("offer", json.dumps(source), patience_s=_REDIS_S)
+    def _offer(self, url: str) -> None:
+        """Names in Redis, for those who look, the address from which the servers' machines fetch:
+        in a thread, since a Redis that does not answer must not hold up a publish."""
+        with self._offering:
+            self._offered = url
+            if self._offerer is None:
+                self._offerer = threading.Thread(target=self._tell_offer, daemon=True)
+                self._offerer.start()
+
+    def _tell_offer(self) -> None:
+        while True:
+            url = self._offered
+            with suppress(PipelineError):
+                self.lease.run("offer", url, patience_s=_REDIS_S)
+            with self._offering:
+                if url == self._offered:
+                    self._offerer = None
+                    return
 
     def _alarm(self) -> None:
         """Raises where no batch would ever come."""
