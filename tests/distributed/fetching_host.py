@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ludic.distributed import piece_fetcher, weights_http
-from ludic.distributed.piece_fetcher import Patience, PieceFetcher, Source
+from ludic.distributed.patience import Patience
+from ludic.distributed.piece_fetcher import PieceFetcher, Source
 from ludic.plumbing import files
 
 PIECE = 1 << 16
@@ -27,7 +28,8 @@ def main() -> None:
     for module in (files, weights_http, piece_fetcher):
         module.PIECE = PIECE  # type: ignore[attr-defined]
     folder, manner, piece_s = sys.argv[1:]
-    fetcher = PieceFetcher(Patience(deadline_s=60.0, silence_s=20.0, piece_s=float(piece_s)))
+    patience = Patience(deadline_s=60.0, silence_s=20.0, piece_s=float(piece_s))
+    fetcher = PieceFetcher(patience, "127.0.0.1")
     if manner != "well":
         weights_http._Handler._send = bad_send(manner)  # type: ignore[method-assign]
     left: list[str] = []

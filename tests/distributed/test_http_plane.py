@@ -37,7 +37,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plane() -> Iterator[HTTPPlane]:
     made = HTTPPlane(timeout_s=60.0)
     yield made
-    made.abandon()
+    made.close()
 
 
 def test_the_workers_of_a_host_fetch_once_and_read_what_was_sent(
@@ -50,7 +50,6 @@ def test_the_workers_of_a_host_fetch_once_and_read_what_was_sent(
         paths = list(workers.map(lambda worker: worker.fetch(source), fetched))
     assert plane._server is not None
     assert SIZE <= plane._server.sent < 1.1 * SIZE  # once, for eight
-    assert sum(worker._pieces.server is not None for worker in fetched) == 1, "one passes it on"
     for worker, path in zip(fetched, paths, strict=True):
         tensors = dict(open_shared(path))
         assert all(torch.equal(tensors[name], WEIGHTS[name]) for name in WEIGHTS)
@@ -77,7 +76,7 @@ def test_each_run_has_its_own_file_of_the_same_weights(plane: HTTPPlane, memory:
     for worker, shipment in zip(workers, shipments, strict=True):
         worker.drop()
         shipment.close()
-    other.abandon()
+    other.close()
 
 
 def test_a_plane_that_nobody_has_any_more_listens_no_longer(memory: Path) -> None:
@@ -87,7 +86,7 @@ def test_a_plane_that_nobody_has_any_more_listens_no_longer(memory: Path) -> Non
     gc.collect()
     again = HTTPPlane(timeout_s=60.0, port=port)
     again.prepare(WEIGHTS).close()
-    again.abandon()
+    again.close()
 
 
 def test_a_wrong_piece_another_key_or_no_checksum_leaves_nothing_behind(
@@ -123,13 +122,13 @@ def test_a_trainer_that_goes_half_way_is_named_and_the_next_one_is_whole(
         if not path.endswith("pieces") and not gone.is_set():
             whole(url, path, *args, **limits)
             gone.set()
-            plane.abandon()
+            plane.close()
         return whole(url, path, *args, **limits)
 
     monkeypatch.setattr(piece_fetcher, "get", cut)
     worker = FetchedWeights()
-    with pytest.raises(PublishError, match=f"from {source['url']}: nothing came for"):
-        worker.fetch({**source, "timeout_s": 1.0})
+    with pytest.raises(PublishError, match=f"from {source['url']}: .*has the trainer ended"):
+        worker.fetch(source)
     shipment = plane.prepare(WEIGHTS)  # at another address
     path = worker.fetch(shipment.update["source"])
     assert torch.equal(dict(open_shared(path))["b"], WEIGHTS["b"])

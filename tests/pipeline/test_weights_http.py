@@ -20,7 +20,8 @@ import torch
 
 from ludic.distributed import piece_fetcher, weights_http
 from ludic.distributed.addresses import listening_address
-from ludic.distributed.piece_fetcher import NotComingError, Patience
+from ludic.distributed.patience import Patience
+from ludic.distributed.piece_fetcher import NotComingError
 from ludic.distributed.weights_http import PolicyServer, SourceError, get
 from ludic.errors import ConfigError, PublishError
 from ludic.pipeline import weights_fetcher

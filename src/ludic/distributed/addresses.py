@@ -57,25 +57,25 @@ def refusal_to_bind(host: str, port: int = 0) -> str | None:
     return None
 
 
-def listening_address(setting: str, redis_url: str) -> tuple[str, int]:
-    """Returns the address and port of `pipeline.policy_address`. `auto` is the address of this
-    machine by which it reaches Redis."""
+def listening_address(
+    setting: str, url: str, name: str = "pipeline.policy_address"
+) -> tuple[str, int]:
+    """Returns the address and port of a setting such as `pipeline.policy_address`. `auto` is the
+    address of this machine by which it reaches `url`."""
     host, _, port = (
         setting.rpartition(":") if re.search(r"[^:]:\d+$", setting) else (setting, "", "0")
     )
     host = host.strip("[]")
     if host in ("", "0.0.0.0", "::"):
         raise ConfigError(
-            f"pipeline.policy_address={setting!r} names no machine that others could ask: use "
-            '"auto" for the address by which this one reaches Redis'
+            f"{name}={setting!r} names no machine that others could ask: use "
+            '"auto" for the address by which this one reaches the others'
         )
     if host == "auto":
         try:
-            local = urlsplit(redis_url).scheme == "unix"
-            host = "127.0.0.1" if local else address_towards(redis_url)
+            local = urlsplit(url).scheme == "unix"
+            host = "127.0.0.1" if local else address_towards(url)
         except OSError as exc:
-            raise ConfigError(
-                f"pipeline.policy_address={setting!r}: no way to {urlsplit(redis_url).hostname}: "
-                f"{exc}"
-            ) from exc
+            way = f"no way to {urlsplit(url).hostname}"
+            raise ConfigError(f"{name}={setting!r}: {way}: {exc}") from exc
     return host, int(port)

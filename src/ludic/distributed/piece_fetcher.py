@@ -2,7 +2,8 @@
 
 A host fetches a file once, in pieces, and checks each. Pieces that other hosts have come from them,
 and only what nobody has comes from the trainer. A host that is dead, slow or wrong is left for the
-rest of that file, and the trainer is asked instead: see `Patience` for what that costs.
+rest of that file, and the trainer is asked instead: see `Patience` for what that costs. One that
+cost time is left for later files, too: see `Away`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
-from ludic.distributed.addresses import address_towards, is_loopback
+from ludic.distributed.addresses import is_loopback, listening_address
+from ludic.distributed.patience import Away, Patience
 from ludic.distributed.weights_http import (
     CLAIMED,
     HAS,
@@ -36,28 +40,12 @@ _log = logging.getLogger("ludic.distributed")
 _POLL_S = 0.1
 _ASK_FOR = 64
 _WRONG = 3
+_TRAINER_PIECE_S = 120.0
+_LEAVE_S = 1.0
 
 
 class NotComingError(PublishError):
     """No source has sent anything for as long as was waited; a later try may do better."""
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """A fetch fails when no piece has come for `deadline_s`, or not all within `whole_s`. A source
-    is left when it cannot be reached within three seconds, or sends nothing for `silence_s`; a host
-    that passes on, also when a piece takes longer than `piece_s`."""
-
-    deadline_s: float = 120.0
-    silence_s: float = 10.0
-    piece_s: float = 30.0
-    whole_s: float = float("inf")
-
-    @staticmethod
-    def within(timeout_s: float) -> Patience:
-        """So that a source may fail, and there is time for the trainer."""
-        part = timeout_s / 4
-        return Patience(timeout_s, min(10.0, part), min(30.0, part), timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +73,8 @@ class _Fetch:
     left_out: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     wrong: int = 0
+    failed: bool = False
+    """Whether the trainer has failed to answer."""
     problem: str = "no source has answered"
     failure: PublishError | None = None
     gone: bool = False
@@ -121,31 +111,28 @@ class _Fetch:
         self.over.set()
 
 
-def _towards(url: str) -> tuple[str, int]:
-    """Where to pass on unless told: the address by which the trainer is reached, any free port."""
-    try:
-        return address_towards(url), 0
-    except OSError as exc:
-        raise ConfigError(f"no way to {url}: {exc}") from exc
-
-
 class PieceFetcher:
-    """Fetches files, one at a time, and passes on what it has of them until they are dropped.
+    """Fetches files, one at a time, and passes on what it has of them until it is closed.
 
-    `address` says where to pass on, given the trainer's URL; nothing is passed on from a loopback
-    address if the trainer is elsewhere. `progressed` is when something last came.
+    `address` says where it listens for that, as `pipeline.policy_address` does; None: nowhere, and
+    so it is with a loopback address if the trainer is elsewhere. `auto` is the address by which
+    `towards` is reached (None: the trainer). `away` is what is known of others. `progressed` is
+    when something last came.
     """
 
     def __init__(
         self,
         patience: Patience | None = None,
-        address: Callable[[str], tuple[str, int]] = _towards,
+        address: str | None = None,
+        *,
+        towards: str | None = None,
+        away: Away | None = None,
     ) -> None:
-        self.patience = patience or Patience()
+        self.patience, self.away = patience or Patience(), away or Away()
         self.progressed = time.monotonic()
         self.closed = threading.Event()
         self.server: PolicyServer | None = None
-        self._address: Callable[[str], tuple[str, int]] | None = address
+        self._address, self._towards = address, towards
         self._job: _Fetch | None = None
 
     def close(self) -> None:
@@ -154,10 +141,17 @@ class PieceFetcher:
         if self.server is not None:
             self.server.close()
 
-    def drop(self, checksum: str) -> None:
-        """Passes a file on no longer."""
-        if self.server is not None:
-            self.server.withdraw(checksum)
+    def leave(self) -> None:
+        """Has the trainer forget that this host has its newest file, if it answers at once."""
+        if (job := self._job) is not None and self.server is not None:
+            said = {"address": self.server.url, "digits": "", "left_out": [], "wanted": []}
+            with suppress(SourceError):
+                get(
+                    *(job.source.url, f"/{job.source.checksum}/pieces", job.source.key, None),
+                    silence_s=_LEAVE_S,
+                    until=time.monotonic() + _LEAVE_S,
+                    body=json.dumps(said).encode(),
+                )
 
     def give_up(self, why: str) -> None:
         """Ends a fetch that is under way and does not get on."""
@@ -188,9 +182,10 @@ class PieceFetcher:
     def _listen(self, source: Source) -> None:
         if self._address is not None and self.server is None:
             try:
-                host, port = self._address(source.url)
+                host, port = listening_address(self._address, self._towards or source.url)
                 if is_loopback(source.url) or not is_loopback(host):
                     self.server = PolicyServer(source.key, host, port)
+                    weakref.finalize(self, self.server.close)
             except ConfigError as exc:
                 _log.warning("this host does not pass weights on: %s", exc)
             self._address = None
@@ -216,23 +211,21 @@ class PieceFetcher:
             if MISSING in digits:
                 threading.Thread(target=self._work, args=(job, False), daemon=True).start()
                 self._work(job, True)
-                self._share(job, [])
+                if job.failure is None and not job.gone:
+                    self._share(job, [])
         finally:
             job.over.set()
             with job.lock:  # a thread that comes too late writes nothing
                 os.close(handle)
 
     def _manifest(self, job: _Fetch) -> tuple[int, list[bytes]] | None:
-        """The size and the pieces' checksums, from whoever has them; None if the job is over."""
+        """The size and the pieces' checksums, from the trainer; None if the job is over."""
         while not job.over.is_set():
-            _, others = self._share(job, [])
-            hosts = random.sample(list(others), len(others))
-            for url in [] if job.over.is_set() else [*hosts, job.source.url]:
-                try:
-                    data = self._get(job, url, self.patience.piece_s, "/pieces")
-                    return read_manifest(data, job.source.checksum, url)
-                except SourceError as exc:
-                    self._leave(job, url, exc)
+            try:
+                data = self._get(job, job.source.url, self.patience.piece_s, "/pieces")
+                return read_manifest(data, job.source.checksum, job.source.url)
+            except SourceError as exc:
+                self._leave(job, job.source.url, exc)
             self._wait(job)
         return None
 
@@ -246,12 +239,17 @@ class PieceFetcher:
         start: int = 0,
         body: bytes = b"",
     ) -> bytes:
+        def given_up(came: int) -> bool:
+            if came and size is not None:
+                self.progressed = time.monotonic()
+            # What is here is said to the end, also when that is all.
+            return self.closed.is_set() or (job.over.is_set() and not body)
+
         return get(
             *(url, f"/{job.source.checksum}{what}", job.source.key, size, start),
             silence_s=self.patience.silence_s,
             until=min(time.monotonic() + seconds, job.until),
-            # What is here is said to the end, also when that is all.
-            given_up=lambda: self.closed.is_set() or (job.over.is_set() and not body),
+            given_up=given_up,
             body=body,
         )
 
@@ -260,7 +258,13 @@ class PieceFetcher:
         waited = now - self.progressed
         if self.closed.is_set():
             job.fail("this process ends", NotComingError)
-        elif waited > self.patience.deadline_s or now > job.until:
+        elif now > job.until:
+            digits, whole_s = job.file.digits, self.patience.whole_s
+            came = f"{digits.count(HAS)} of {len(digits)} pieces came within {whole_s:.3g} s"
+            if not digits:
+                came = f"nothing came within {whole_s:.3g} s; {job.problem}"
+            job.fail(came, NotComingError)
+        elif waited > self.patience.deadline_s:
             hint = ""
             if is_loopback(job.source.url):
                 hint = (
@@ -276,13 +280,16 @@ class PieceFetcher:
         those that nobody has from the trainer."""
         try:
             while not job.over.is_set():
-                claimed, others = self._share(job, job.missing() if from_trainer else [])
+                wanted = job.missing() if from_trainer else []
+                claimed, others = self._share(job, wanted)
                 if claimed >= 0:
-                    self._take(job, claimed, job.source.url, self.patience.deadline_s)
+                    self._take(job, claimed, job.source.url, _TRAINER_PIECE_S)
                 elif picked := job.pick(others):
                     self._take(job, *picked, self.patience.piece_s)
                     job.asked.discard(picked[1])
                 else:
+                    if wanted and not job.failed:  # others have claimed what is missing
+                        self.progressed = time.monotonic()
                     self._wait(job)
         except Exception as exc:  # the other thread must hear of it, whatever it is
             kind = NotComingError if isinstance(exc, OSError) else PublishError
@@ -302,6 +309,7 @@ class PieceFetcher:
                 self._wait(job)
             return
         self.progressed = time.monotonic()
+        self.away.reached |= url != job.source.url
         job.mark(piece, HAS, data)
 
     def _leave(self, job: _Fetch, url: str, why: SourceError) -> None:
@@ -310,8 +318,13 @@ class PieceFetcher:
             return
         if url != job.source.url:
             job.left_out.add(url)
+            if why.late and time.monotonic() < job.until:
+                self.away.note(url)
+            self.progressed = time.monotonic()  # once for each: the trainer's time begins now
             _log.warning("nothing more of %s is taken from %s", job.source.what, why)
-        elif why.status == 401:
+            return
+        job.failed = True
+        if why.status == 401:
             # Perhaps a new trainer at the same address: the newest policy has its key.
             refused = "it refuses the run's key: is it the trainer of this run?"
             job.fail(refused, NotComingError)
@@ -320,6 +333,8 @@ class PieceFetcher:
             job.over.set()
         elif job.wrong >= _WRONG:
             job.fail(f"{why}, {_WRONG} times")
+        elif why.refused and self.patience.once:
+            job.fail(f"{why}: has the trainer ended?", NotComingError)
         job.problem = str(why)
 
     def _share(self, job: _Fetch, wanted: list[int]) -> tuple[int, dict[str, bytes]]:
@@ -335,12 +350,22 @@ class PieceFetcher:
             body = json.dumps(asked).encode()
             try:
                 data = self._get(job, job.source.url, self.patience.piece_s, "/pieces", body=body)
-                answer = json.loads(data)
-                claimed = int(answer["claimed"])
-                others = {str(url): digits.encode() for url, digits in answer["others"]}
+                claimed, others = _read_answer(data, wanted, job.source.url)
             except SourceError as exc:
                 self._leave(job, job.source.url, exc)
                 return -1, {}
             if claimed >= 0:
                 job.mark(claimed, CLAIMED)
+        job.left_out.update(url for url in others if url in self.away)
         return claimed, others
+
+
+def _read_answer(data: bytes, wanted: list[int], url: str) -> tuple[int, dict[str, bytes]]:
+    try:
+        answer = json.loads(data)
+        claimed = int(answer["claimed"])
+        if claimed != -1 and claimed not in wanted:
+            raise ValueError(f"piece {claimed} was not asked for")
+        return claimed, {str(host): digits.encode() for host, digits in answer["others"]}
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as exc:
+        raise SourceError(url, f"does not answer as a trainer does: {exc}") from exc

@@ -28,14 +28,17 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from ludic.errors import ConfigError, LudicError
+from ludic.errors import ConfigError, LudicError, PublishError
 from ludic.plumbing.files import PIECE, piece_digests
 
 _log = logging.getLogger("ludic.pipeline")
 MISSING, HAS, CLAIMED = b"012"
 _MAX_MANIFEST, _MAX_ASKED = 1 << 24, 1 << 20
 _MAX_CONNECTIONS = 256
-_CLAIM_S = 15.0
+_CLAIM_S = 5.0
+"""For how long a piece is left to the host that claimed it: 16 MiB at 27 Mbit/s."""
+_HOST_S = 600.0
+"""After this long without a word a host counts as gone."""
 _CONNECT_S = 3.0
 
 
@@ -48,7 +51,8 @@ class PieceFile:
     """An open file, and which of its pieces are there: a digit each, `0` missing, `1` there, `2`
     claimed. It stays readable when its name is removed. Whoever fetches writes a digit once the
     piece is in the file; threads that serve read it. `hosts` has the digits of others, by address,
-    and when they said so; it changes under the lock of the server."""
+    and when they said so; `claims` has who claimed a piece last, and when. Both change under the
+    lock of the server."""
 
     handle: int
     size: int
@@ -56,6 +60,7 @@ class PieceFile:
     digits: bytearray = field(default_factory=bytearray)
     used: float = field(default_factory=time.monotonic)
     hosts: dict[str, tuple[float, bytes]] = field(default_factory=dict)
+    claims: dict[int, tuple[str, float]] = field(default_factory=dict)
     hashing: threading.Lock = field(default_factory=threading.Lock)
 
     def manifest(self) -> bytes:
@@ -92,6 +97,7 @@ class PolicyServer:
         self.key, self.keep, self.idle_s, self.sent = key, keep, idle_s, 0
         self._files: dict[str, PieceFile] = {}
         self._lock = threading.Lock()
+        self._withdrawals = 0
         served = self
 
         class Handler(_Handler):
@@ -116,28 +122,37 @@ class PolicyServer:
 
     def offer(self, path: Path, checksum: str = "") -> dict[str, Any]:
         """Serves a file, as it is now; returns what to announce of it. Without its checksum the
-        file is read for it."""
+        file is read for it; raises `PublishError` if everything is withdrawn meanwhile."""
+        withdrawals = self._withdrawals
         handle = os.open(path, os.O_RDONLY)
         file = PieceFile(handle, os.fstat(handle).st_size)
         if not checksum:
             file.digests = piece_digests(handle)
             checksum = sha256(b"".join(file.digests)).hexdigest()
-        self.put(checksum, file)
+        if not self.put(checksum, file, withdrawals):
+            os.close(handle)
+            raise PublishError(f"{path} is not offered: its publish was given up meanwhile")
         return {"url": self.url, "key": self.key, "checksum": checksum}
 
-    def withdraw(self, checksum: str) -> None:
-        """Serves a file no longer, except to those who fetch a piece of it now."""
+    def withdraw(self, checksum: str | None = None) -> None:
+        """Serves a file (None: any) no longer, except to those who fetch a piece of it now."""
         with self._lock:
-            if (file := self._files.pop(checksum, None)) is not None:
-                os.close(file.handle)
+            self._withdrawals += checksum is None
+            for name in list(self._files) if checksum is None else [checksum]:
+                if (file := self._files.pop(name, None)) is not None:
+                    os.close(file.handle)
 
-    def put(self, checksum: str, file: PieceFile) -> None:
-        """Serves what is there of a file, whose handle is closed when nobody needs it."""
+    def put(self, checksum: str, file: PieceFile, withdrawals: int | None = None) -> bool:
+        """Serves what is there of a file, whose handle is closed when nobody needs it. Returns
+        whether it does: not if everything was withdrawn since there were so many `withdrawals`."""
         with self._lock:
+            if withdrawals not in (None, self._withdrawals):
+                return False
             before = self._files.pop(checksum, None)
             self._files[checksum] = file
         if before is not None and before is not file:
             os.close(before.handle)
+        return True
 
     @contextmanager
     def opened(self, checksum: str) -> Iterator[tuple[PieceFile, int] | None]:
@@ -159,20 +174,27 @@ class PolicyServer:
     def share(self, file: PieceFile, asked: Mapping[str, Any]) -> bytes:
         """Hears what a host has; answers which of the pieces that it wants from here is now its own
         to ask for (-1: none), and what the others have, but for those that it has left out. One
-        without an address only looks. A claim that is not renewed ends after a while."""
+        without an address only looks; one without digits is forgotten. A claim ends after a while,
+        also where its host still fetches: a slow line keeps a piece from nobody."""
         address, digits = str(asked["address"]), bytearray(str(asked["digits"]).encode())
         left_out, now = {address, *asked["left_out"]}, time.monotonic()
+
+        def is_taken(piece: int) -> bool:
+            holder, since = file.claims.get(piece, ("", 0.0))
+            if now - since < _CLAIM_S and others.get(holder, b"")[piece : piece + 1] == b"2":
+                return True
+            return any(theirs[piece : piece + 1] == b"1" for theirs in others.values())
+
         with self._lock:
-            others = {
-                url: theirs if now - at < _CLAIM_S else theirs.replace(b"2", b"0")
-                for url, (at, theirs) in file.hosts.items()
-                if url not in left_out
-            }
-            taken = {n for theirs in others.values() for n, d in enumerate(theirs) if d != MISSING}
-            if (claimed := next((n for n in asked["wanted"] if n not in taken), -1)) >= 0:
+            file.hosts = {url: word for url, word in file.hosts.items() if now - word[0] < _HOST_S}
+            others = {url: word[1] for url, word in file.hosts.items() if url not in left_out}
+            if (claimed := next((n for n in asked["wanted"] if not is_taken(n)), -1)) >= 0:
                 digits[claimed] = CLAIMED
+                file.claims[claimed] = address, now
             if address and digits:
                 file.hosts[address] = now, bytes(digits)
+            else:
+                file.hosts.pop(address, None)
         rows = [[url, theirs.decode()] for url, theirs in others.items()]
         return json.dumps({"claimed": claimed, "others": rows}).encode()
 
@@ -290,11 +312,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class SourceError(LudicError):
-    """A source that is dead, slow or wrong. `status` is its HTTP status, if it had one."""
+    """A source that is dead, slow or wrong. `status` is its HTTP status, if it had one; `refused`:
+    nobody listens there; `late`: it took time to find out."""
 
-    def __init__(self, url: str, why: object, status: int = 0) -> None:
+    def __init__(
+        self, url: str, why: object, status: int = 0, *, refused: bool = False, late: bool = False
+    ) -> None:
         super().__init__(f"{url}: {why}")
-        self.status = status
+        self.status, self.refused, self.late = status, refused, late
 
 
 def get(
@@ -306,14 +331,15 @@ def get(
     *,
     silence_s: float,
     until: float,
-    given_up: Callable[[], bool] = bool,
+    given_up: Callable[[int], bool] = lambda _: False,
     body: bytes = b"",
 ) -> bytes:
     """The `size` bytes from `start` on of what a source has at `path`; all of it with None. With a
     `body`, its answer to that.
 
     Raises `SourceError` when it cannot be reached within three seconds, when nothing comes for
-    `silence_s`, or not all by the time `until`.
+    `silence_s`, not all by the time `until`, or when `given_up` says so, which is asked with how
+    many bytes have come.
     """
     address, patience_s = urlsplit(url), min(silence_s, _CONNECT_S)
     link = http.client.HTTPConnection(address.hostname or "", address.port, timeout=patience_s)
@@ -333,10 +359,11 @@ def get(
         data = bytearray(length)
         filled = 0
         while filled < length:
-            if given_up():
+            if given_up(filled):
                 raise SourceError(url, "is not needed any more")
             if time.monotonic() > until:
-                raise SourceError(url, f"is too slow: {filled} of {length} bytes came in time")
+                why = f"is too slow: {filled} of {length} bytes came in time"
+                raise SourceError(url, why, late=True)
             # What is there: to wait for more would be to wait for a source that drips.
             if not (came := answer.read1(min(length - filled, 1 << 18))):
                 raise SourceError(url, f"broke off after {filled} of {length} bytes")
@@ -344,7 +371,11 @@ def get(
             filled += len(came)
         return bytes(data)
     except (OSError, ValueError, http.client.HTTPException) as exc:
-        raise SourceError(url, str(exc) or type(exc).__name__) from exc
+        raise SourceError(
+            *(url, str(exc) or type(exc).__name__),
+            refused=isinstance(exc, ConnectionRefusedError),
+            late=isinstance(exc, OSError) and not isinstance(exc, ConnectionError),
+        ) from exc
     finally:
         link.close()
 
@@ -354,7 +385,7 @@ def read_manifest(data: bytes, checksum: str, url: str) -> tuple[int, list[bytes
     try:
         manifest = json.loads(data)
         size, digests = int(manifest["size"]), [bytes.fromhex(p) for p in manifest["pieces"]]
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ArithmeticError, ValueError, KeyError, TypeError) as exc:
         raise SourceError(url, "sends no manifest") from exc
     if sha256(b"".join(digests)).hexdigest() != checksum:
         raise SourceError(url, "sends the manifest of another policy")

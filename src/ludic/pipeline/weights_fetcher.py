@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ludic.distributed.addresses import listening_address
-from ludic.distributed.piece_fetcher import NotComingError, Patience, PieceFetcher, Source
+from ludic.distributed.patience import Patience
+from ludic.distributed.piece_fetcher import NotComingError, PieceFetcher, Source
 from ludic.pipeline.policies import StoredPolicy, file_in_kernel
 from ludic.pipeline.policy_cache import PolicyCache, cache_folder
 from ludic.pipeline.store import PipelineConfig
@@ -39,12 +39,14 @@ class PolicyFetcher:
         patience: Patience | None = None,
     ) -> None:
         self.cache = PolicyCache(folder or cache_folder(config), keep)
-        self.pieces = PieceFetcher(patience, lambda _: listening_address(address, config.url))
+        self.pieces = PieceFetcher(patience, address, towards=config.url)
         self._serial: int | None = None
 
     def close(self) -> None:
         """Ends a fetch that is under way. The host's last process removes the cache."""
         if not self.pieces.closed.is_set():
+            self.pieces.closed.set()
+            self.pieces.leave()
             self.pieces.close()
             self.cache.close()
 

@@ -112,7 +112,7 @@ async def open_vllm(
 def _close_door(payload: Payload) -> None:
     """Ends the server from which hosts fetched weights, if there is one."""
     if isinstance(payload, WeightsPayload) and isinstance(payload.plane, HTTPPlane):
-        payload.plane.abandon()
+        payload.plane.close()
 
 
 async def _follow(
@@ -140,7 +140,7 @@ async def _follow(
         on_host = launched().size > 1 or publisher.snapshots == "host"
         async with publisher.turn("a way to the servers"):
             if isinstance(payload.plane, DataPlane):
-                payload.plane.abandon()
+                payload.plane.close()
             payload.plane = await plane_of(config, client, device, gathered=on_host)
 
 

@@ -112,6 +112,10 @@ class DataPlane(ABC):
     def abandon(self) -> None:  # noqa: B027
         """After a failure: drops what the two sides may no longer agree on."""
 
+    def close(self) -> None:
+        """Nothing more is sent."""
+        self.abandon()
+
 
 class SharedMemoryPlane(DataPlane):
     """A safetensors file in shared memory: servers on this machine, with or without a GPU."""
@@ -149,7 +153,12 @@ class HTTPPlane(DataPlane):
             path, folder = weights.path, None
         else:
             path, folder = write_shared(weights)
-        source = server.offer(path)
+        try:
+            source = server.offer(path)
+        except BaseException:
+            if folder is not None:
+                folder.close()
+            raise
 
         def close() -> None:
             server.withdraw(source["checksum"])
@@ -160,6 +169,11 @@ class HTTPPlane(DataPlane):
         return Shipment({"plane": "http", "source": source}, close=close)
 
     def abandon(self) -> None:
+        # It listens on: hosts that fetch hear that there is nothing more, and end at once.
+        if self._server is not None:
+            self._server.withdraw()
+
+    def close(self) -> None:
         server, self._server = self._server, None
         if server is not None:
             server.close()

@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +27,8 @@ from typing import Any
 from torch import Tensor
 
 from ludic.distributed.interfaces import Snapshot
-from ludic.distributed.piece_fetcher import Patience, PieceFetcher, Source
+from ludic.distributed.patience import Away, Patience
+from ludic.distributed.piece_fetcher import PieceFetcher, Source
 from ludic.distributed.weights_file import (
     Layout,
     bytes_of,
@@ -224,44 +226,61 @@ def write_shared(weights: Mapping[str, Tensor]) -> tuple[Path, OwnedFolder]:
 
 class FetchedWeights:
     """Files of weights that this host fetches by HTTP, each once for all workers of all servers on
-    it that have it at the same time. The worker that fetched it passes it on to other hosts."""
+    it that have it at the same time. The worker that fetched one passes it on to other hosts where
+    `pass_on` says so: an address of this machine, as `pipeline.policy_address` (None: it does not).
 
-    def __init__(self) -> None:
-        self._pieces = PieceFetcher()
-        self._folder: SharedFolder | None = None
-        self._checksum = ""
-        self._end = weakref.finalize(self, self._pieces.close)
+    Threads may call it: what the newest `fetch` holds is `_current`, which changes under the lock;
+    one whose time is over ends by itself, and touches nothing but its own.
+    """
+
+    def __init__(self, pass_on: str | None = None) -> None:
+        self._pass_on, self._away = pass_on, Away()
+        self._lock = threading.Lock()
+        self._current: tuple[SharedFolder, PieceFetcher] | None = None
 
     def fetch(self, source: Mapping[str, Any]) -> Path:
-        """Returns the file of which an `HTTPPlane` says so; it is there until `drop`."""
-        self.drop()
+        """Returns the file of which an `HTTPPlane` says so; it is there until `drop`, or until the
+        next fetch begins, which ends this one."""
         url, key, checksum = (str(source[name]) for name in ("url", "key", "checksum"))
         timeout_s = float(source["timeout_s"])
         if not re.fullmatch("[0-9a-f]{64}", checksum):
             raise ValueError(f"{checksum!r} is not the checksum of a file of weights")
         # A run's own: another's copy of the same file may be changed in place by a difference.
         run = sha256(key.encode()).hexdigest()[:16]
-        self._folder, self._checksum = SharedFolder(f"fetched-{checksum}-{run}"), checksum
-        path = self._folder.path / _WEIGHTS
-        self._pieces.patience = Patience.within(timeout_s)
+        folder = SharedFolder(f"fetched-{checksum}-{run}")
+        pieces = PieceFetcher(Patience.within(timeout_s), self._pass_on, away=self._away)
+        ours, path = (folder, pieces), folder.path / _WEIGHTS
+        self._hold(ours)
         try:
-            with self._folder.alone(timeout_s):
+            with folder.alone(timeout_s):
                 if not path.exists():
                     part = path.with_suffix(".part")
-                    if not self._pieces.fetch(Source(url, key, checksum), part):
+                    if not pieces.fetch(Source(url, key, checksum), part):
                         raise PublishError(f"{url} does not offer these weights any more")
                     part.rename(path)
         except BaseException:
-            self.drop()
+            _close(ours)
             raise
         return path
 
     def drop(self) -> None:
-        """Lets go of the file, and passes it on no longer: who has mapped it may go on reading."""
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            self._pieces.drop(self._checksum)
-            folder.close()
+        """Lets go of the file, and passes it on no longer: who has mapped it may go on reading. A
+        fetch that is under way ends."""
+        self._hold(None)
+
+    def _hold(self, instead: tuple[SharedFolder, PieceFetcher] | None) -> None:
+        with self._lock:
+            before, self._current = self._current, instead
+        if before is not None:
+            _close(before)
+
+
+def _close(fetched: tuple[SharedFolder, PieceFetcher]) -> None:
+    folder, pieces = fetched
+    pieces.closed.set()
+    # Ending a listener takes a moment, and sampling may stand still meanwhile.
+    threading.Thread(target=pieces.close, name="ludic-policies-end", daemon=True).start()
+    folder.close()
 
 
 @contextmanager
