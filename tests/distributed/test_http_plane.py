@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -133,6 +135,86 @@ def test_a_trainer_that_goes_half_way_is_named_and_the_next_one_is_whole(
     path = worker.fetch(shipment.update["source"])
     assert torch.equal(dict(open_shared(path))["b"], WEIGHTS["b"])
     worker.drop()
+
+
+def test_a_publish_that_is_given_up_ends_on_the_hosts_at_once_and_the_next_one_is_whole(
+    plane: HTTPPlane, monkeypatch: pytest.MonkeyPatch, memory: Path
+) -> None:
+    shipment = plane.prepare(WEIGHTS)
+    source: Any = shipment.update["source"]
+    whole = weights_http.get
+
+    def given_up(url: str, path: str, *args: Any, **limits: Any) -> bytes:
+        if not path.endswith("pieces"):
+            plane.abandon()
+        return whole(url, path, *args, **limits)
+
+    monkeypatch.setattr(piece_fetcher, "get", given_up)
+    worker = FetchedWeights()
+    with pytest.raises(PublishError, match="does not offer these weights any more"):
+        worker.fetch({**source, "timeout_s": 600.0})
+    monkeypatch.setattr(piece_fetcher, "get", whole)
+    shipment.close()
+    again: Any = plane.prepare(WEIGHTS).update["source"]
+    assert again["url"] == source["url"], "it has listened all the time"
+    assert torch.equal(dict(open_shared(worker.fetch(again)))["b"], WEIGHTS["b"])
+    worker.drop()
+
+
+def test_a_fetch_that_is_late_ends_and_leaves_the_next_ones_file_alone(
+    plane: HTTPPlane, monkeypatch: pytest.MonkeyPatch, memory: Path
+) -> None:
+    first: Any = plane.prepare(WEIGHTS).update["source"]
+    second: Any = plane.prepare({"a": torch.zeros(100)}).update["source"]
+    whole, asked, let_go = weights_http.get, threading.Event(), threading.Event()
+
+    def held(url: str, path: str, *args: Any, **limits: Any) -> bytes:
+        if path == f"/{first['checksum']}":
+            asked.set()
+            assert let_go.wait(60.0)
+        return whole(url, path, *args, **limits)
+
+    monkeypatch.setattr(piece_fetcher, "get", held)
+    worker = FetchedWeights()
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(worker.fetch, first)
+        assert asked.wait(60.0)
+        path = worker.fetch(second)
+        let_go.set()
+        with pytest.raises(PublishError, match="the fetch was ended here"):
+            late.result(60.0)
+    assert torch.equal(dict(open_shared(path))["a"], torch.zeros(100))
+    worker.drop()
+    assert not [folder for folder in memory.iterdir() if "fetched" in folder.name]
+
+
+def test_a_host_listens_only_where_it_is_told_and_until_the_weights_are_dropped(
+    plane: HTTPPlane, memory: Path
+) -> None:
+    shipment = plane.prepare(WEIGHTS)
+    source: Any = shipment.update["source"]
+    assert plane._server is not None
+    with plane._server.opened(source["checksum"]) as opened:
+        assert opened is not None
+        quiet, passing_on = FetchedWeights(), FetchedWeights("127.0.0.1")
+        quiet.fetch(source)
+        assert not opened[0].hosts
+        quiet.drop()
+        passing_on.fetch(source)
+        (url,) = opened[0].hosts
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    socket.create_connection(address, 60.0).close()
+    passing_on.drop()
+    deadline = time.monotonic() + 60
+    while _listens(address) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _listens(address)
+    shipment.close()
+
+
+def _listens(address: tuple[str, int]) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(address) == 0
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -49,7 +49,7 @@ def address_towards(url: str, family: int = 0) -> str:
 def refusal_to_bind(host: str, port: int = 0) -> str | None:
     """Why one cannot listen there; None if one can."""
     try:
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as exc:

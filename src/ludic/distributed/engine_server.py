@@ -36,8 +36,9 @@ _LARGEST_BODY = 64 * 1024 * 1024
 
 class EngineServer:
     """Serves `client`, which samples from `model`, under the name `name`; with a `key`, to those
-    who have it. The engine counts updates, and `_names` has the trainer's names for them: those of
-    a resumed run may go back. All of it happens in one event loop, tensors in threads."""
+    who have it. It passes weights on to other machines from the address `pass_on`, if any. The
+    engine counts updates, and `_names` has the trainer's names for them: those of a resumed run may
+    go back. All of it happens in one event loop, tensors in threads."""
 
     def __init__(
         self,
@@ -47,13 +48,14 @@ class EngineServer:
         *,
         name: str,
         key: str | None = None,
+        pass_on: str | None = None,
     ) -> None:
         self._client, self._model, self._tokenizer = client, base_causal_lm(model), tokenizer
         self._name, self._key = name, key
         self._names, self._applied = [UNNAMED_VERSION], 0
         self._staged: dict[str, Tensor] = {}
         self._group: BroadcastGroup | None = None
-        self._fetched = FetchedWeights()
+        self._fetched = FetchedWeights(pass_on)
         posts: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "/inference/v1/generate": self._generate,
             "/tokenize": self._tokenize,

@@ -182,7 +182,8 @@ class PieceFetcher:
     def _listen(self, source: Source) -> None:
         if self._address is not None and self.server is None:
             try:
-                host, port = listening_address(self._address, self._towards or source.url)
+                towards = self._towards or source.url
+                host, port = listening_address(self._address, towards, "its address")
                 if is_loopback(source.url) or not is_loopback(host):
                     self.server = PolicyServer(source.key, host, port)
                     weakref.finalize(self, self.server.close)
@@ -256,8 +257,10 @@ class PieceFetcher:
     def _wait(self, job: _Fetch) -> None:
         now = time.monotonic()
         waited = now - self.progressed
+        if job.over.is_set():
+            return
         if self.closed.is_set():
-            job.fail("this process ends", NotComingError)
+            job.fail("the fetch was ended here", NotComingError)
         elif now > job.until:
             digits, whole_s = job.file.digits, self.patience.whole_s
             came = f"{digits.count(HAS)} of {len(digits)} pieces came within {whole_s:.3g} s"

@@ -108,9 +108,9 @@ class PolicyServer:
             self._http = _Listening((host, port), Handler)
         except OSError as exc:
             raise ConfigError(
-                f"cannot serve policies on {host}:{port}: {exc}. Set pipeline.policy_address (for "
-                "servers, inference.publish_address) to an address of this machine, with a port "
-                "that is free or with none"
+                f"cannot serve policies on {host}:{port}: {exc}. Set pipeline.policy_address (of "
+                "a trainer with servers inference.publish_address, of a server --pass-on) to an "
+                "address of this machine, with a port that is free or with none"
             ) from exc
         self._http.sweep = self._sweep
         shown = f"[{host}]" if ":" in host else host

@@ -11,6 +11,7 @@ part from there.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from ludic.distributed.vllm.ipc_handles import open_tensors
 from ludic.distributed.vllm.planes import BroadcastGroup
 from ludic.distributed.vllm.shared_memory import FetchedWeights, open_shared
 from ludic.errors import MissingExtraError
+from ludic.inference.vllm.flags import PASS_ON
 
 try:
     from vllm.distributed.weight_transfer.base import (
@@ -93,7 +95,7 @@ class LudicWeightTransferEngine(
         """Why no update can be taken any more, where that is so."""
         self._staged: list[tuple[str, Tensor]] = []
         self._copy: HostCopy | None = None
-        self._fetched = FetchedWeights()
+        self._fetched = FetchedWeights(os.environ.get(PASS_ON))
         self._copies = Copies()
         self._judged: Any = None
         self._why_rebuild: str | None = None

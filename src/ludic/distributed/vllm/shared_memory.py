@@ -278,8 +278,8 @@ class FetchedWeights:
 def _close(fetched: tuple[SharedFolder, PieceFetcher]) -> None:
     folder, pieces = fetched
     pieces.closed.set()
-    # Ending a listener takes a moment, and sampling may stand still meanwhile.
-    threading.Thread(target=pieces.close, name="ludic-policies-end", daemon=True).start()
+    if pieces.server is not None:  # that takes a moment, and sampling may stand still meanwhile
+        threading.Thread(target=pieces.close, name="ludic-policies-end", daemon=True).start()
     folder.close()
 
 

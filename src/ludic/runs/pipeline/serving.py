@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from ludic.distributed.addresses import listening_address, refusal_to_bind
 from ludic.errors import ConfigError
 from ludic.inference.vllm import server as vllm
 from ludic.runs.locate import read_run
@@ -29,14 +30,17 @@ def serve(arguments: Sequence[str]) -> int:
         default="vllm",
         help="local: Ludic's own engine, with the run's model",
     )
+    parser.add_argument("--pass-on", metavar="ADDRESS", help=argparse.SUPPRESS)  # vLLM's says it
     options, rest = parser.parse_known_args(list(arguments))
+    passing_on = [] if options.pass_on is None else ["--pass-on", options.pass_on]
     if {"-h", "--help"} & set(rest):
         parser.print_help()
         return vllm.main(rest)
     if options.register is None:
         if options.engine == "local":
             raise ConfigError("--engine local serves the model of a run: name it with --register")
-        return vllm.main(rest)
+        _check_passing_on(options.pass_on)
+        return vllm.main([*rest, *passing_on])
 
     from ludic.pipeline.servers import Registration  # which needs the extra `redis`
     from ludic.pipeline.store import Store
@@ -71,17 +75,31 @@ def serve(arguments: Sequence[str]) -> int:
             f"--host {address.host} without a key would let anybody change the weights: register "
             "with the run's folder, which has one, or name a file in inference.api_key_file"
         )
+    _check_passing_on(options.pass_on)
     port = address.port or vllm.free_port(address.host)
     try:
         if options.engine == "local":
             if flags:
                 raise ConfigError(f"--engine local takes its settings from the run, not {flags}")
-            return asyncio.run(_serve_engine(config, address.host, port, key, registering))
-        bound = ["--host", address.host, "--port", str(port)]
+            serving = _serve_engine(config, address.host, port, key, registering, options.pass_on)
+            return asyncio.run(serving)
+        bound = ["--host", address.host, "--port", str(port), *passing_on]
         bound += [] if key_file is None else ["--key-file", str(key_file)]
         return vllm.main([*flags_of(config, flags), *bound], registering)
     finally:
         store.close()
+
+
+def _check_passing_on(setting: str | None) -> None:
+    """Raises if weights cannot be passed on from there; `auto` follows from the trainer."""
+    if setting is None or setting.partition(":")[0] == "auto":
+        return
+    host, port = listening_address(setting, "", "--pass-on")
+    if why := refusal_to_bind(host, port):
+        raise ConfigError(
+            f"--pass-on {setting} cannot be listened on ({why}): name an address of this machine, "
+            "or auto"
+        )
 
 
 def flags_of(config: RunConfig, flags: Sequence[str]) -> list[str]:
@@ -109,7 +127,12 @@ def flags_of(config: RunConfig, flags: Sequence[str]) -> list[str]:
 
 
 async def _serve_engine(
-    config: RunConfig, host: str, port: int, key: str | None, registering: Registering
+    config: RunConfig,
+    host: str,
+    port: int,
+    key: str | None,
+    registering: Registering,
+    pass_on: str | None = None,
 ) -> int:
     """Serves the run's model with the in-process engine until a signal says to stop."""
     from aiohttp import web
@@ -127,14 +150,15 @@ async def _serve_engine(
     model, tokenizer = await asyncio.to_thread(build_model, config)
     with float32_products(precision_of(config)):
         async with local_client(config, model, tokenizer, on_update="continue") as client:
-            server = EngineServer(client, model, tokenizer, name=config.model.name, key=key)
+            name = config.model.name
+            server = EngineServer(client, model, tokenizer, name=name, key=key, pass_on=pass_on)
             runner = web.AppRunner(server.app, handler_cancellation=True, shutdown_timeout=1.0)
             await runner.setup()
             try:
                 await web.TCPSite(runner, host, port).start()
                 registration = registering(f"http://{host}:{port}")
                 await asyncio.to_thread(registration.__enter__)  # it asks this very loop
-                print(f"http://{host}:{port} serves {config.model.name}", flush=True)
+                print(f"http://{host}:{port} serves {name}", flush=True)
                 await stop.wait()
                 await asyncio.to_thread(registration.__exit__, None, None, None)
             finally:
