@@ -178,6 +178,18 @@ def test_each_piece_leaves_the_trainer_once_however_many_hosts_there_are(
     assert sum(server.sent for server in servers if server is not None) == 3 * SIZE
 
 
+def test_a_host_that_ends_takes_itself_off_the_trainers_list(
+    host: Callable[..., PolicyFetcher], policy: StoredPolicy, trainer: PolicyServer
+) -> None:
+    one = host("a")
+    one.fetch(policy)
+    with trainer.opened(policy.checksum) as opened:
+        assert opened is not None
+        assert len(opened[0].hosts) == 1
+        one.close()
+        assert not opened[0].hosts
+
+
 def test_processes_of_one_host_fetch_once(
     host: Callable[..., PolicyFetcher], policy: StoredPolicy, trainer: PolicyServer
 ) -> None:
