@@ -161,6 +161,29 @@ def test_a_publish_that_is_given_up_ends_on_the_hosts_at_once_and_the_next_one_i
     worker.drop()
 
 
+def test_a_host_hears_that_a_publish_is_given_up_also_while_its_pieces_take_long(
+    plane: HTTPPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source: Any = plane.prepare(WEIGHTS).update["source"]
+    whole, end = weights_http.get, threading.Event()
+
+    def long(url: str, path: str, *args: Any, **limits: Any) -> bytes:
+        if not path.endswith("pieces"):
+            plane.abandon()
+            end.wait(60.0)
+        return whole(url, path, *args, **limits)
+
+    monkeypatch.setattr(piece_fetcher, "get", long)
+    # Its other thread, which would hear of it, is at a long piece of another host.
+    work = piece_fetcher.PieceFetcher._work
+    alone = lambda self, job, from_trainer: work(self, job, True) if from_trainer else None  # noqa: E731
+    monkeypatch.setattr(piece_fetcher.PieceFetcher, "_work", alone)
+    with pytest.raises(PublishError, match="does not offer these weights any more"):
+        FetchedWeights().fetch({**source, "timeout_s": 600.0})
+    assert not end.is_set()
+    end.set()
+
+
 def test_a_fetch_that_is_late_ends_and_leaves_the_next_ones_file_alone(
     plane: HTTPPlane, monkeypatch: pytest.MonkeyPatch, memory: Path
 ) -> None:

@@ -37,7 +37,7 @@ from ludic.errors import ConfigError, PublishError
 from ludic.plumbing.files import PIECE, piece_digests
 
 _log = logging.getLogger("ludic.distributed")
-_POLL_S = 0.1
+_POLL_S, _LOOK_S = 0.1, 1.0
 _ASK_FOR = 64
 _WRONG = 3
 _TRAINER_PIECE_S = 120.0
@@ -61,8 +61,9 @@ class Source:
 @dataclass(slots=True)
 class _Fetch:
     """A file on its way here. Two threads work on it: one asks the trainer, and both ask the hosts
-    that have pieces already, each host for one at a time (`asked`). The file and its digits change
-    under `lock`, and not when it is over; the rest is set and read as it is."""
+    that have pieces already, each host for one at a time (`asked`); who waits for it looks whether
+    it is still wanted. The file and its digits change under `lock`, and not when it is over; the
+    rest is set and read as it is."""
 
     source: Source
     until: float
@@ -210,8 +211,13 @@ class PieceFetcher:
                 served = PieceFile(os.dup(handle), size, digests, digits)
                 self.server.put(job.source.checksum, served)
             if MISSING in digits:
-                threading.Thread(target=self._work, args=(job, False), daemon=True).start()
-                self._work(job, True)
+                for from_trainer in (True, False):
+                    work = threading.Thread(target=self._work, args=(job, from_trainer))
+                    work.daemon = True
+                    work.start()
+                while not job.over.wait(_LOOK_S):  # both may be at a long piece
+                    self._share(job, [])
+                    self._wait(job)
                 if job.failure is None and not job.gone:
                     self._share(job, [])
         finally:
@@ -317,7 +323,7 @@ class PieceFetcher:
 
     def _leave(self, job: _Fetch, url: str, why: SourceError) -> None:
         """Asks a host no more for this file; the trainer is asked again, unless it is no use."""
-        if job.over.is_set():
+        if job.over.is_set() or self.closed.is_set():
             return
         if url != job.source.url:
             job.left_out.add(url)
