@@ -170,7 +170,7 @@ def test_a_claim_ends_also_while_its_host_still_fetches(
     assert share(trainer, file, "http://slow", "00", 0)[0] == 0
     for _ in range(4):
         assert share(trainer, file, "http://quick", "00", 0)[0] == -1
-        clock[0] += weights_http._CLAIM_S / 4
+        clock[0] += weights_http.CLAIM_S / 4
         share(trainer, file, "http://slow", "20")  # it is still at it
     assert share(trainer, file, "http://quick", "00", 0)[0] == 0
     assert share(trainer, file, "http://third", "00", 0)[0] == -1, "now it is the other's"
@@ -262,3 +262,46 @@ def test_nothing_is_passed_on_unless_an_address_is_given(
     fetcher = PieceFetcher(PATIENT)
     fetcher.fetch(offered(trainer, tmp_path / "weights"), tmp_path / "part")
     assert fetcher.server is None
+
+
+def test_a_slow_machine_that_has_everything_keeps_a_latecomer_from_nothing(
+    trainer: PolicyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not so slow that it is left: the trainer sends what it has no time for."""
+    monkeypatch.setattr(weights_http, "CLAIM_S", 0.2)
+    monkeypatch.setattr(piece_fetcher, "CLAIM_S", 0.2)
+    source, slow = offered(trainer, tmp_path / "weights", pieces=5), PolicyServer("key")
+    slow.offer(tmp_path / "weights")
+    share(trainer, file_of(trainer, source), slow.url, "11111")
+    get = weights_http.get
+
+    def busy(url: str, path: str, key: str, size: int | None, *args: Any, **limits: Any) -> bytes:
+        deadline = time.monotonic() + 60.0
+        while url == slow.url and trainer.sent < 4000 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return get(url, path, key, size, *args, **limits)
+
+    monkeypatch.setattr(piece_fetcher, "get", busy)
+    fetcher = PieceFetcher(PATIENT)
+    fetcher.fetch(source, tmp_path / "part")
+    assert file_checksum(tmp_path / "part") == source.checksum
+    assert (trainer.sent, slow.sent) == (4000, 1000)
+    slow.close()
+
+
+def test_a_trainer_whose_line_is_too_slow_for_a_piece_is_an_error_and_not_asked_for_ever(
+    trainer: PolicyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = offered(trainer, tmp_path / "weights")
+
+    def drips(self: Any, file: PieceFile, handle: int) -> None:
+        self._head(206, 1000)
+        for _ in range(1000):
+            self.wfile.write(b"x")
+            time.sleep(0.05)
+
+    monkeypatch.setattr(weights_http._Handler, "_send", drips)
+    monkeypatch.setattr(piece_fetcher, "_TRAINER_PIECE_S", 0.2)
+    fetcher = PieceFetcher(PATIENT)
+    with pytest.raises(NotComingError, match=r"is too slow: .* bytes came in time, 3 times"):
+        fetcher.fetch(source, tmp_path / "part")

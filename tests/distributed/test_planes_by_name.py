@@ -52,8 +52,8 @@ async def test_a_broadcast_by_name_listens_where_the_servers_reach_it() -> None:
     assert (plane.backend, plane.host, plane.device) == ("gloo", "127.0.0.1", CPU)
     assert choice.why == "it was named"
     plane, choice = await at({"memory": "elsewhere"}, host="127.0.0.3", port=4)
-    assert (plane.host, plane._wanted_port) == ("127.0.0.3", 4)
-    assert choice.why == "a worker is on another host, and the trainer's weights are not on a GPU"
+    assert (plane.name, plane.host, plane.port) == ("http", "127.0.0.3", 4)
+    assert choice.why.endswith("NCCL is not possible: the trainer's weights are not on a GPU")
 
 
 async def test_auto_asks_the_workers_and_not_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -24,6 +23,7 @@ from pathlib import Path
 from ludic.distributed.addresses import is_loopback, listening_address
 from ludic.distributed.patience import Away, Patience
 from ludic.distributed.weights_http import (
+    CLAIM_S,
     CLAIMED,
     HAS,
     MISSING,
@@ -60,20 +60,21 @@ class Source:
 
 @dataclass(slots=True)
 class _Fetch:
-    """A file on its way here. Two threads work on it: one asks the trainer, and both ask the hosts
-    that have pieces already, each host for one at a time (`asked`); who waits for it looks whether
-    it is still wanted. The file and its digits change under `lock`, and not when it is over; the
-    rest is set and read as it is."""
+    """A file on its way here. Two threads work on it, and ask the trainer and the hosts that have
+    pieces already, each for one at a time (`asked`: since when); who waits for it looks whether it
+    is still wanted. The file and its digits change under `lock`, and not when it is over; whom to
+    ask is chosen under `sharing`; the rest is set and read as it is."""
 
     source: Source
     until: float
     file: PieceFile = field(default_factory=lambda: PieceFile(-1, 0))
     lock: threading.Lock = field(default_factory=threading.Lock)
-    sharing: threading.Lock = field(default_factory=threading.Lock)
+    sharing: threading.RLock = field(default_factory=threading.RLock)
     over: threading.Event = field(default_factory=threading.Event)
     left_out: set[str] = field(default_factory=set)
-    asked: set[str] = field(default_factory=set)
+    asked: dict[str, float] = field(default_factory=dict)
     wrong: int = 0
+    """How often the trainer sent wrong bytes, or a piece took too long."""
     failed: bool = False
     """Whether the trainer has failed to answer."""
     problem: str = "no source has answered"
@@ -90,22 +91,6 @@ class _Fetch:
             self.file.digits[piece] = digit
             if all(known == HAS for known in self.file.digits):
                 self.over.set()
-
-    def missing(self) -> list[int]:
-        pieces = [piece for piece, digit in enumerate(self.file.digits) if digit == MISSING]
-        return random.sample(pieces, len(pieces))
-
-    def pick(self, others: Mapping[str, bytes]) -> tuple[int, str] | None:
-        """A piece to take next from a host that has it; None: there is none at the moment."""
-        with self.sharing:
-            hosts = [url for url in others if url not in self.asked | self.left_out]
-            for piece in self.missing():
-                having = [url for url in hosts if others[url][piece : piece + 1] == bytes([HAS])]
-                if having:
-                    self.mark(piece, CLAIMED)
-                    self.asked.add(url := random.choice(having))
-                    return piece, url
-        return None
 
     def fail(self, why: str, kind: type[PublishError] = PublishError) -> None:
         self.failure = kind(f"cannot fetch {self.source.what} from {self.source.url}: {why}")
@@ -211,10 +196,8 @@ class PieceFetcher:
                 served = PieceFile(os.dup(handle), size, digests, digits)
                 self.server.put(job.source.checksum, served)
             if MISSING in digits:
-                for from_trainer in (True, False):
-                    work = threading.Thread(target=self._work, args=(job, from_trainer))
-                    work.daemon = True
-                    work.start()
+                for _ in range(2):
+                    threading.Thread(target=self._work, args=(job,), daemon=True).start()
                 while not job.over.wait(_LOOK_S):  # both may be at a long piece
                     self._share(job, [])
                     self._wait(job)
@@ -284,33 +267,26 @@ class PieceFetcher:
         else:
             job.over.wait(_POLL_S)
 
-    def _work(self, job: _Fetch, from_trainer: bool) -> None:
-        """Fetches pieces until all are here: those that other hosts have from them, and if asked to
-        those that nobody has from the trainer."""
+    def _work(self, job: _Fetch) -> None:
+        """Fetches pieces until all are here."""
         try:
             while not job.over.is_set():
-                wanted = job.missing() if from_trainer else []
-                claimed, others = self._share(job, wanted)
-                if claimed >= 0:
-                    self._take(job, claimed, job.source.url, _TRAINER_PIECE_S)
-                elif picked := job.pick(others):
-                    self._take(job, *picked, self.patience.piece_s)
-                    job.asked.discard(picked[1])
-                else:
-                    if wanted and not job.failed:  # others have claimed what is missing
-                        self.progressed = time.monotonic()
+                if (chosen := self._next(job)) is None:
                     self._wait(job)
+                else:
+                    self._take(job, *chosen)
+                    del job.asked[chosen[1]]
         except Exception as exc:  # the other thread must hear of it, whatever it is
             kind = NotComingError if isinstance(exc, OSError) else PublishError
             job.fail(f"{type(exc).__name__}: {exc}", kind)
 
-    def _take(self, job: _Fetch, piece: int, url: str, seconds: float) -> None:
+    def _take(self, job: _Fetch, piece: int, url: str) -> None:
         file, start = job.file, piece * PIECE
+        limit_s = _TRAINER_PIECE_S if url == job.source.url else self.patience.piece_s
         try:
-            data = self._get(job, url, seconds, "", min(PIECE, file.size - start), start)
+            data = self._get(job, url, limit_s, "", min(PIECE, file.size - start), start)
             if sha256(data).digest() != file.digests[piece]:
-                job.wrong += url == job.source.url
-                raise SourceError(url, f"piece {piece} has a wrong checksum")
+                raise SourceError(url, f"piece {piece} has a wrong checksum", kind="wrong")
         except SourceError as exc:
             job.mark(piece, MISSING)
             self._leave(job, url, exc)
@@ -327,12 +303,13 @@ class PieceFetcher:
             return
         if url != job.source.url:
             job.left_out.add(url)
-            if why.late and time.monotonic() < job.until:
+            if why.kind in ("silent", "slow") and time.monotonic() < job.until:
                 self.away.note(url)
             self.progressed = time.monotonic()  # once for each: the trainer's time begins now
             _log.warning("nothing more of %s is taken from %s", job.source.what, why)
             return
         job.failed = True
+        job.wrong += why.kind in ("wrong", "slow")
         if why.status == 401:
             # Perhaps a new trainer at the same address: the newest policy has its key.
             refused = "it refuses the run's key: is it the trainer of this run?"
@@ -341,20 +318,48 @@ class PieceFetcher:
             job.gone = True
             job.over.set()
         elif job.wrong >= _WRONG:
-            job.fail(f"{why}, {_WRONG} times")
-        elif why.refused and self.patience.once:
+            is_wrong = why.kind == "wrong"
+            job.fail(f"{why}, {_WRONG} times", PublishError if is_wrong else NotComingError)
+        elif why.kind == "refused" and self.patience.once:
             job.fail(f"{why}: has the trainer ended?", NotComingError)
         job.problem = str(why)
+
+    def _next(self, job: _Fetch) -> tuple[int, str] | None:
+        """The piece to take now, and from whom: from the trainer one that nobody has, unless it
+        sends one already, else from a host that has it. None: there is none at the moment."""
+        with job.sharing:  # so that the other thread chooses neither the same piece nor host
+            pieces = [piece for piece, digit in enumerate(job.file.digits) if digit == MISSING]
+            missing = random.sample(pieces, len(pieces))
+            wanted = [] if job.source.url in job.asked else missing[:_ASK_FOR]
+            claimed, others = self._share(job, wanted)
+            hosts = [url for url in others if url not in {*job.asked, *job.left_out}]
+            choices = (
+                (piece, url)
+                for piece in missing
+                for url in random.sample(hosts, len(hosts))
+                if others[url][piece : piece + 1] == bytes([HAS])
+            )
+            chosen = (claimed, job.source.url) if claimed >= 0 else next(choices, None)
+            now = time.monotonic()
+            if chosen is not None:
+                job.mark(chosen[0], CLAIMED)
+                job.asked[chosen[1]] = now
+            elif wanted and not job.failed:  # others have claimed what is missing
+                self.progressed = now
+            return chosen
 
     def _share(self, job: _Fetch, wanted: list[int]) -> tuple[int, dict[str, bytes]]:
         """Says what is here; returns the piece to ask the trainer for (or -1), and what others
         have. The trainer knows who has what; where it does not answer, nobody is asked."""
-        with job.sharing:  # so that the other thread does not take a claim back
+        with job.sharing:  # what is said late would take a claim back
+            now = time.monotonic()
+            # A host that is slow with a piece keeps nobody from asking the trainer for others.
+            slow = [url for url, since in list(job.asked.items()) if now - since > CLAIM_S]
             asked = {
                 "address": "" if self.server is None else self.server.url,
                 "digits": job.file.digits.decode(),
-                "left_out": sorted(job.left_out),
-                "wanted": wanted[:_ASK_FOR],
+                "left_out": [*job.left_out, *slow],
+                "wanted": wanted,
             }
             body = json.dumps(asked).encode()
             try:
@@ -363,10 +368,8 @@ class PieceFetcher:
             except SourceError as exc:
                 self._leave(job, job.source.url, exc)
                 return -1, {}
-            if claimed >= 0:
-                job.mark(claimed, CLAIMED)
-        job.left_out.update(url for url in others if url in self.away)
-        return claimed, others
+            job.left_out.update(url for url in others if url in self.away)
+            return claimed, others
 
 
 def _read_answer(data: bytes, wanted: list[int], url: str) -> tuple[int, dict[str, bytes]]:

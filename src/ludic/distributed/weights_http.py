@@ -35,7 +35,7 @@ _log = logging.getLogger("ludic.pipeline")
 MISSING, HAS, CLAIMED = b"012"
 _MAX_MANIFEST, _MAX_ASKED = 1 << 24, 1 << 20
 _MAX_CONNECTIONS = 256
-_CLAIM_S = 5.0
+CLAIM_S = 5.0
 """For how long a piece is left to the host that claimed it: 16 MiB at 27 Mbit/s."""
 _HOST_S = 600.0
 """After this long without a word a host counts as gone."""
@@ -181,7 +181,7 @@ class PolicyServer:
 
         def is_taken(piece: int) -> bool:
             holder, since = file.claims.get(piece, ("", 0.0))
-            if now - since < _CLAIM_S and others.get(holder, b"")[piece : piece + 1] == b"2":
+            if now - since < CLAIM_S and others.get(holder, b"")[piece : piece + 1] == b"2":
                 return True
             return any(theirs[piece : piece + 1] == b"1" for theirs in others.values())
 
@@ -312,14 +312,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class SourceError(LudicError):
-    """A source that is dead, slow or wrong. `status` is its HTTP status, if it had one; `refused`:
-    nobody listens there; `late`: it took time to find out."""
+    """A source that failed. `status` is its HTTP status, if it had one. `kind`: `refused` (nobody
+    listens there), `silent`, `slow` or `wrong`, where it is one of those."""
 
-    def __init__(
-        self, url: str, why: object, status: int = 0, *, refused: bool = False, late: bool = False
-    ) -> None:
+    def __init__(self, url: str, why: object, status: int = 0, kind: str = "") -> None:
         super().__init__(f"{url}: {why}")
-        self.status, self.refused, self.late = status, refused, late
+        self.status, self.kind = status, kind
 
 
 def get(
@@ -363,7 +361,7 @@ def get(
                 raise SourceError(url, "is not needed any more")
             if time.monotonic() > until:
                 why = f"is too slow: {filled} of {length} bytes came in time"
-                raise SourceError(url, why, late=True)
+                raise SourceError(url, why, kind="slow")
             # What is there: to wait for more would be to wait for a source that drips.
             if not (came := answer.read1(min(length - filled, 1 << 18))):
                 raise SourceError(url, f"broke off after {filled} of {length} bytes")
@@ -371,11 +369,10 @@ def get(
             filled += len(came)
         return bytes(data)
     except (OSError, ValueError, http.client.HTTPException) as exc:
-        raise SourceError(
-            *(url, str(exc) or type(exc).__name__),
-            refused=isinstance(exc, ConnectionRefusedError),
-            late=isinstance(exc, OSError) and not isinstance(exc, ConnectionError),
-        ) from exc
+        kind = "refused" if isinstance(exc, ConnectionRefusedError) else ""
+        if isinstance(exc, OSError) and not isinstance(exc, ConnectionError):
+            kind = "silent"
+        raise SourceError(url, str(exc) or type(exc).__name__, kind=kind) from exc
     finally:
         link.close()
 

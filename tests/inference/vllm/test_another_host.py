@@ -3,8 +3,11 @@ mount namespace of its own. Skipped, with a word, where that cannot be made."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shlex
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +15,13 @@ from typing import Any
 
 import pytest
 
+from ludic.distributed import weights_http
 from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.weights_http import PieceFile
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import VLLMServer
 from ludic.sharding.weights import ModelWeights
-from tests.inference.vllm.asking import PATIENT
+from tests.inference.vllm.asking import PATIENT, request
 from tests.inference.vllm.conftest import NAME, VLLM_PYTHON, server_model, tiny_server
 from tests.inference.vllm.test_publish import assert_serves
 
@@ -53,3 +58,31 @@ async def test_auto_has_it_fetch_by_http_all_weights_and_then_a_difference(
             await assert_serves(client, newer, version)
         assert publisher.choice is not None
         assert "NCCL is not possible" in publisher.choice.why
+
+
+async def test_it_samples_with_the_old_weights_for_as_long_as_it_fetches(
+    server: VLLMServer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, let_go = threading.Event(), threading.Event()
+
+    def drips(self: Any, file: PieceFile, handle: int) -> None:
+        asked.set()
+        self._head(206, file.size)
+        sent = 0
+        while not let_go.wait(0.5):
+            sent += self.wfile.write(os.pread(handle, 1, sent))
+        self.wfile.write(os.pread(handle, file.size, sent))
+
+    monkeypatch.setattr(weights_http._Handler, "_send", drips)
+    async with VLLMChatClient(server.url, model=NAME) as client:
+        await client.connect(tokenizer=tokenizer)
+        publisher = BroadcastPolicyPublisher(client, **PATIENT)
+        publishing = asyncio.create_task(publisher.publish(ModelWeights(server_model(seed=9)), 1))
+        try:
+            assert await asyncio.to_thread(asked.wait, 600.0)
+            await client.complete_tokens(request(timeout_s=60.0))
+            assert not publishing.done()
+        finally:
+            let_go.set()
+        await publishing
+        await assert_serves(client, server_model(seed=9), 1)
