@@ -9,18 +9,23 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ludic.distributed import piece_fetcher, weights_http
+from ludic.distributed.in_vllm.worker import WorkerExtension
 from ludic.distributed.vllm import shared_memory
 from ludic.distributed.vllm.planes import HTTPPlane
 from ludic.distributed.vllm.shared_memory import FetchedWeights, open_shared
+from ludic.distributed.vllm.weights_server import WeightsServer
 from ludic.errors import ConfigError, PublishError
+from ludic.inference import VLLMChatClient
 from ludic.inference.vllm.server import free_port
 from ludic.plumbing import files
+from tests.inference.vllm.fake_server import FakeVLLM
 
 WEIGHTS = {"a": torch.arange(3000.0), "b": torch.ones(5, 7, dtype=torch.bfloat16)}
 SIZE = 12_070
@@ -240,9 +245,68 @@ def test_a_host_listens_only_where_it_is_told_and_until_the_weights_are_dropped(
     shipment.close()
 
 
+def test_a_host_with_a_port_of_its_own_passes_on_one_publish_after_another(
+    plane: HTTPPlane, memory: Path
+) -> None:
+    worker = FetchedWeights(f"127.0.0.1:{(port := free_port())}")
+    assert plane._server is None
+    for number in range(3):
+        shipment = plane.prepare({"a": torch.full((100,), float(number))})
+        source: Any = shipment.update["source"]
+        worker.fetch(source)  # the one before it may still be held, as after a lost publish
+        assert plane._server is not None
+        with plane._server.opened(source["checksum"]) as opened:
+            assert opened is not None
+            assert [*opened[0].hosts] == [f"http://127.0.0.1:{port}"]
+        shipment.close()
+    worker.drop()
+
+
 def _listens(address: tuple[str, int]) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(address) == 0
+
+
+def test_a_worker_fetches_in_a_thread_and_says_when_it_is_done_or_why_not(
+    plane: HTTPPlane,
+) -> None:
+    worker: Any = WorkerExtension()
+    assert "without the weight transfer" in worker.ludic_fetch({})["error"]
+    worker.weight_transfer_engine = SimpleNamespace(fetched=FetchedWeights())
+    shipment = plane.prepare(WEIGHTS)
+    source: Any = shipment.update["source"]
+    deadline = time.monotonic() + 60
+    while not worker.ludic_fetch(source)["fetched"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert worker.ludic_fetch(dict(source)) == {"fetched": True}, "and it stays"
+    assert plane._server is not None
+    assert plane._server.sent < 1.1 * SIZE
+    shipment.close()
+    worker.weight_transfer_engine.fetched.drop()
+    while "error" not in (answer := worker.ludic_fetch(source)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert answer == {"error": f"{source['url']} does not offer these weights any more"}
+    assert "checksum" in worker.ludic_fetch({**source, "checksum": "x"})["error"]
+
+
+async def test_an_update_is_taken_in_when_every_worker_has_fetched_and_not_before() -> None:
+    answers = [[True, False], [False, False], [True, True]]
+
+    def fetched(_: Any) -> Any:
+        if not answers:
+            return {"results": [{"fetched": True}, {"error": "no room"}]}
+        return {"results": [{"fetched": done} for done in answers.pop(0)]}
+
+    async with (
+        FakeVLLM(faults={"/collective_rpc": fetched}).serving() as fake,
+        VLLMChatClient(fake.url, model="tiny") as client,
+    ):
+        server = WeightsServer(client, client.replicas[0], 60.0, 60.0)
+        await server.receive({"plane": "http", "source": {"url": "http://trainer"}})
+        assert fake.order[-4:] == [*["/collective_rpc"] * 3, "/update_weights"]
+        with pytest.raises(PublishError, match="did not fetch the weights: no room"):
+            await server.receive({"plane": "http", "source": {"url": "http://trainer"}})
+        assert fake.calls["/update_weights"] == 1
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -66,7 +66,6 @@ redis.call('SET', trainer, token, 'PX', lease)
 make_groups()
 local attempt = math.max(tonumber(redis.call('HGET', meta, 'attempt') or '0'), floor) + 1
 redis.call('HSET', meta, 'attempt', attempt, 'holder', holder, 'opened', now, 'max_bytes', limits)
-redis.call('HDEL', meta, 'offer')  -- a trainer that was killed
 return {'ok', attempt, redis.call('HGET', meta, 'next') or '0',
         redis.call('HGET', meta, 'low') or '0', redis.call('HGETALL', units)}
 
@@ -76,10 +75,7 @@ redis.call('HSET', meta, 'trainer', now .. ' ' .. ARGV[4])
 return {'ok'}
 
 --- script close
-if redis.call('GET', trainer) == ARGV[1] then
-  redis.call('DEL', trainer)
-  redis.call('HDEL', meta, 'offer')
-end
+if redis.call('GET', trainer) == ARGV[1] then redis.call('DEL', trainer) end
 return {'ok'}
 
 --- script reset guard make_groups
@@ -276,12 +272,6 @@ return {'ok', serial}
 --- script end guard
 -- why -> actors hear that no more work will come
 redis.call('HSET', meta, 'ended', ARGV[4])
-return {'ok'}
-
---- script offer
--- token, attempt, lease, where the machines of servers can fetch weights now ('': nowhere): for
--- whoever looks. It renews nothing, since it may come late.
-if redis.call('GET', trainer) == ARGV[1] then redis.call('HSET', meta, 'offer', ARGV[4]) end
 return {'ok'}
 
 --- piece noted

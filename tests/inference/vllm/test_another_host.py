@@ -30,8 +30,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 ALONE = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
 
 
-@pytest.fixture
-def server(model_folder: Path, tmp_path: Path) -> Iterator[VLLMServer]:
+@pytest.fixture(scope="module")
+def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    tmp_path = tmp_path_factory.mktemp("elsewhere")
     probe = subprocess.run([*ALONE, "true"], capture_output=True, text=True, check=False)
     if probe.returncode:
         pytest.skip(f"no mount namespaces here: {probe.stderr.strip()}")
@@ -48,7 +49,7 @@ async def test_auto_has_it_fetch_by_http_all_weights_and_then_a_difference(
     server: VLLMServer, tokenizer: Any
 ) -> None:
     async with VLLMChatClient(server.url, model=NAME) as client:
-        await client.connect(tokenizer=tokenizer)
+        await client.connect(tokenizer=tokenizer, timeout_s=600.0)
         publisher = BroadcastPolicyPublisher(client, differences=True, **PATIENT)
         newer = server_model(seed=9)
         for version, sent in ((1, "weights"), (2, "difference")):
@@ -75,14 +76,14 @@ async def test_it_samples_with_the_old_weights_for_as_long_as_it_fetches(
 
     monkeypatch.setattr(weights_http._Handler, "_send", drips)
     async with VLLMChatClient(server.url, model=NAME) as client:
-        await client.connect(tokenizer=tokenizer)
+        await client.connect(tokenizer=tokenizer, timeout_s=600.0)
         publisher = BroadcastPolicyPublisher(client, **PATIENT)
-        publishing = asyncio.create_task(publisher.publish(ModelWeights(server_model(seed=9)), 1))
+        publishing = asyncio.create_task(publisher.publish(ModelWeights(server_model(seed=8)), 3))
         try:
             assert await asyncio.to_thread(asked.wait, 600.0)
-            await client.complete_tokens(request(timeout_s=60.0))
+            await client.complete_tokens(request(timeout_s=100.0))
             assert not publishing.done()
         finally:
             let_go.set()
         await publishing
-        await assert_serves(client, server_model(seed=9), 1)
+        await assert_serves(client, server_model(seed=8), 3)

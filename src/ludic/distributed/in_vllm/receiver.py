@@ -95,7 +95,7 @@ class LudicWeightTransferEngine(
         """Why no update can be taken any more, where that is so."""
         self._staged: list[tuple[str, Tensor]] = []
         self._copy: HostCopy | None = None
-        self._fetched = FetchedWeights(os.environ.get(PASS_ON))
+        self.fetched = FetchedWeights(os.environ.get(PASS_ON))
         self._copies = Copies()
         self._judged: Any = None
         self._why_rebuild: str | None = None
@@ -123,6 +123,7 @@ class LudicWeightTransferEngine(
         if self.broken is not None:
             raise RuntimeError(f"this server must be restarted: {self.broken}")
         self._staged = []
+        self.fetched.drop()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Stages one part of an update."""
@@ -132,14 +133,14 @@ class LudicWeightTransferEngine(
         """Takes the tensors in and checks that they are this model's, without using them."""
         if update_info.plane == "discard":
             self._staged = []
-            self._fetched.drop()
+            self.fetched.drop()
             return
         if update_info.copy is None:
             self._let_go()  # else its receipt would be another's
         with self._timed("stage"):
             self._staged = []
             if update_info.plane == "http":
-                path = str(self._fetched.fetch(update_info.source or {}))
+                path = str(self.fetched.fetch(update_info.source or {}))
                 update_info = replace(update_info, plane="shared_memory", path=path)
             arrived = list(self._arriving(update_info))
             if update_info.copy is not None:
@@ -157,7 +158,7 @@ class LudicWeightTransferEngine(
         puts it right; where it cannot, `broken` says so.
         """
         staged, self._staged = self._staged, []
-        self._fetched.drop()  # until then other workers of this host, and other hosts, find it
+        self.fetched.drop()  # until then other workers of this host, and other hosts, find it
         if not staged:
             return
         with self._timed("apply"):

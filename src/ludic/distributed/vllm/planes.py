@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ludic.distributed.addresses import own_address
+from ludic.distributed.addresses import is_loopback, own_address
 from ludic.distributed.vllm.ipc_handles import Exports
 from ludic.distributed.vllm.placement import (
     Choice,
@@ -142,6 +142,11 @@ class HTTPPlane(DataPlane):
     ) -> None:
         self.host, self.port, self.timeout_s = host, port, timeout_s
         self._server: PolicyServer | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens; empty before the first publish."""
+        return "" if self._server is None else self._server.url
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
         folder: OwnedFolder | None
@@ -291,8 +296,8 @@ async def open_plane(
 ) -> tuple[DataPlane, Choice]:
     """Asks the servers where their workers are, and returns the plane that `choose_plane` says for
     a trainer on `device`, and why. A broadcast is told that device; it and HTTP listen at `host`
-    and `port`, or at the address of this machine that the first server sees. `publish_s` is the
-    deadline of a publish, within which hosts have to fetch."""
+    and `port`, or at the address of this machine that the first server elsewhere sees. `publish_s`
+    is the deadline of a publish, within which hosts have to fetch."""
     here = Place.of(device)
     workers = await ask_places(client, here, timeout_s)
     choice = choose_plane(here, workers, named=named, gathered=gathered)
@@ -300,7 +305,9 @@ async def open_plane(
         return SharedMemoryPlane(), choice
     if choice.plane == "ipc":
         return IPCPlane(), choice
-    host = host or own_address(client.replicas[0].url)
+    if host is None:  # loopback only where no server is elsewhere
+        seen = [own_address(replica.url) for replica in client.replicas]
+        host = next((address for address in seen if not is_loopback(address)), seen[0])
     if choice.plane == "http":
         return HTTPPlane(host=host, port=port, timeout_s=publish_s), choice
     broadcast = BroadcastPlane(

@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -229,58 +230,78 @@ class FetchedWeights:
     it that have it at the same time. The worker that fetched one passes it on to other hosts where
     `pass_on` says so: an address of this machine, as `pipeline.policy_address` (None: it does not).
 
-    Threads may call it: what the newest `fetch` holds is `_current`, which changes under the lock;
-    one whose time is over ends by itself, and touches nothing but its own.
+    Threads may call it: the newest fetch is `_current`, which changes under the lock; one whose
+    time is over ends by itself, and touches nothing but its own.
     """
 
     def __init__(self, pass_on: str | None = None) -> None:
         self._pass_on, self._away = pass_on, Away()
         self._lock = threading.Lock()
-        self._current: tuple[SharedFolder, PieceFetcher] | None = None
+        self._current: _Fetched | None = None
 
     def fetch(self, source: Mapping[str, Any]) -> Path:
-        """Returns the file of which an `HTTPPlane` says so; it is there until `drop`, or until the
-        next fetch begins, which ends this one."""
-        url, key, checksum = (str(source[name]) for name in ("url", "key", "checksum"))
-        timeout_s = float(source["timeout_s"])
-        if not re.fullmatch("[0-9a-f]{64}", checksum):
-            raise ValueError(f"{checksum!r} is not the checksum of a file of weights")
-        # A run's own: another's copy of the same file may be changed in place by a difference.
-        run = sha256(key.encode()).hexdigest()[:16]
-        folder = SharedFolder(f"fetched-{checksum}-{run}")
-        pieces = PieceFetcher(Patience.within(timeout_s), self._pass_on, away=self._away)
-        ours, path = (folder, pieces), folder.path / _WEIGHTS
-        self._hold(ours)
-        try:
-            with folder.alone(timeout_s):
-                if not path.exists():
-                    part = path.with_suffix(".part")
-                    if not pieces.fetch(Source(url, key, checksum), part):
-                        raise PublishError(f"{url} does not offer these weights any more")
-                    part.rename(path)
-        except BaseException:
-            _close(ours)
-            raise
-        return path
+        """Returns the file of which an `HTTPPlane` says so; it is there until `drop`, or until
+        another is fetched."""
+        return self.begin(source).result()  # which has its own deadlines
+
+    def begin(self, source: Mapping[str, Any]) -> Future[Path]:
+        """The same, in a thread; a fetch of the same file is gone on with, any other ends."""
+        with self._lock:
+            before = self._current
+            if before is not None and before.source == source:
+                return before.path
+            fetched = self._current = _Fetched(source, self._pass_on, self._away)
+        ending = None if before is None else before.close()
+        threading.Thread(target=fetched.work, args=(ending,), daemon=True).start()
+        return fetched.path
 
     def drop(self) -> None:
         """Lets go of the file, and passes it on no longer: who has mapped it may go on reading. A
         fetch that is under way ends."""
-        self._hold(None)
-
-    def _hold(self, instead: tuple[SharedFolder, PieceFetcher] | None) -> None:
         with self._lock:
-            before, self._current = self._current, instead
+            before, self._current = self._current, None
         if before is not None:
-            _close(before)
+            before.close()
 
 
-def _close(fetched: tuple[SharedFolder, PieceFetcher]) -> None:
-    folder, pieces = fetched
-    pieces.closed.set()
-    if pieces.server is not None:  # that takes a moment, and sampling may stand still meanwhile
-        threading.Thread(target=pieces.close, name="ludic-policies-end", daemon=True).start()
-    folder.close()
+class _Fetched:
+    """One such file: `work` brings it here."""
+
+    def __init__(self, source: Mapping[str, Any], pass_on: str | None, away: Away) -> None:
+        self.source, self.path = source, Future[Path]()
+        self._url, key, checksum = (str(source[name]) for name in ("url", "key", "checksum"))
+        self._timeout_s = float(source["timeout_s"])
+        if not re.fullmatch("[0-9a-f]{64}", checksum):
+            raise ValueError(f"{checksum!r} is not the checksum of a file of weights")
+        self._file = Source(self._url, key, checksum)
+        # A run's own: another's copy of the same file may be changed in place by a difference.
+        run = sha256(key.encode()).hexdigest()[:16]
+        self._folder = SharedFolder(f"fetched-{checksum}-{run}")
+        self._pieces = PieceFetcher(Patience.within(self._timeout_s), pass_on, away=away)
+
+    def work(self, ending: threading.Thread | None) -> None:
+        if ending is not None:  # it may listen where this one is to
+            ending.join(10.0)
+        path = self._folder.path / _WEIGHTS
+        try:
+            with self._folder.alone(self._timeout_s):
+                if not path.exists():
+                    part = path.with_suffix(".part")
+                    if not self._pieces.fetch(self._file, part):
+                        raise PublishError(f"{self._url} does not offer these weights any more")
+                    part.rename(path)
+            self.path.set_result(path)
+        except BaseException as exc:
+            self.close()
+            self.path.set_exception(exc)
+
+    def close(self) -> threading.Thread:
+        """Returns the thread that ends it: that takes a moment, and sampling may stand still."""
+        self._pieces.closed.set()
+        ending = threading.Thread(target=self._pieces.close, name="ludic-policies-end", daemon=True)
+        ending.start()
+        self._folder.close()
+        return ending
 
 
 @contextmanager

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -34,10 +33,6 @@ class WeightsPayload(Payload):
     """All of a model's weights, over a data plane: None until the first publish has chosen it. With
     `differences`, what changed of them since the publish that all servers confirmed last."""
 
-    offered: Callable[[str], None] | None = None
-    """Called with the address from which the servers' machines fetch, and with nothing when that is
-    over: for planes from which they do. It must not wait for anybody."""
-
     def __init__(self, plane: DataPlane | None, *, differences: bool = False) -> None:
         self.plane = plane
         self._confirmed = Confirmed() if differences else None
@@ -59,7 +54,7 @@ class WeightsPayload(Payload):
                 "differences=True with the plane ipc: servers read the trainer's own memory there, "
                 "and nothing travels. Leave differences out, or choose another plane"
             )
-        return WeightsDelivery(job, self.plane, self._confirmed, self.offered)
+        return WeightsDelivery(job, self.plane, self._confirmed)
 
 
 class WeightsDelivery(Delivery[WeightsServer]):
@@ -77,17 +72,11 @@ class WeightsDelivery(Delivery[WeightsServer]):
     afterwards, all weights follow.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        plane: DataPlane,
-        confirmed: Confirmed | None = None,
-        offered: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, job: Job, plane: DataPlane, confirmed: Confirmed | None = None) -> None:
         limits = (job.timeout_s, job.patience_s)
         super().__init__(job, [WeightsServer(job.client, r, *limits) for r in job.client.replicas])
         self._every = self.servers
-        self._plane, self._confirmed, self._offered = plane, confirmed, offered
+        self._plane, self._confirmed = plane, confirmed
         self._name = "" if confirmed is None else confirmed.name_for(job.version)
         self._difference: Mapping[str, Tensor] | None = None
         for server in self.servers:
@@ -225,9 +214,6 @@ class WeightsDelivery(Delivery[WeightsServer]):
     def _ship(self) -> Shipment:
         with self.job.times.timed("prepare"), aside(self.sent.values()):
             shipment = self._plane.prepare(self.sent)
-            if self._offered is not None and (source := shipment.update.get("source")):
-                self._offered(str(source["url"]))
-                shipment = replace(shipment, close=partial(_end_offer, shipment, self._offered))
             if self._confirmed is None:
                 return shipment
             base = None if self._difference is None else self._confirmed.name
@@ -296,11 +282,6 @@ class WeightsDelivery(Delivery[WeightsServer]):
         asking = self.job.client.ask_replica(server.replica, request)
         response = await server.watched("the canary", asking)
         return [float(score) for score in response.info["prompt_logprobs"][1:]]
-
-
-def _end_offer(shipment: Shipment, offered: Callable[[str], None]) -> None:
-    shipment.close()
-    offered("")
 
 
 def _free(made: asyncio.Task[Shipment]) -> None:

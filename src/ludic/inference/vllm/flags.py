@@ -34,6 +34,7 @@ PASS_ON = "LUDIC_PASS_ON"
 """Tells vLLM's workers on which address of their machine they pass weights on to other machines."""
 
 # Methods of the worker extension, for `/collective_rpc`.
+FETCH = "ludic_fetch"
 RECEIPT = "ludic_receipt"
 ADAPTER_LIMITS = "ludic_adapter_limits"
 ADAPTER_RECEIPT = "ludic_adapter_receipt"

@@ -62,8 +62,6 @@ class PipelineStatus:
     memory: int
     durability: str
     ended: str
-    offer: str
-    """Where the servers' machines fetch weights at this moment."""
 
     @property
     def alive(self) -> int:
@@ -121,7 +119,6 @@ def read_status(store: Store) -> PipelineStatus:
         memory=store.memory(),
         durability=str(trainer.get("durability", "?")),
         ended=meta.get("ended", ""),
-        offer=meta.get("offer", ""),
     )
 
 
@@ -147,7 +144,8 @@ def process_rows(
     alive = status.trainer_alive
     gone = f"gone{': ' + status.ended if status.ended else ''}"
     work = f"{trainer.get('step', '?')} updates, {status.trained} groups, dropped: {dropped}"
-    work += f", offers weights at {status.offer}" if status.offer and alive else ""
+    if alive and trainer.get("weights_at"):
+        work += f", weights at {trainer['weights_at']}"
     rows = [
         row(
             *("trainer", status.holder.partition(",")[0], "alive" if alive else gone),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,8 +14,8 @@ from typing import Self
 from ludic.distributed import BackgroundPublisher, PolicyPublisher
 from ludic.distributed.addresses import listening_address
 from ludic.distributed.background import in_background
+from ludic.distributed.vllm.planes import HTTPPlane
 from ludic.distributed.vllm.shared_memory import OwnedFolder
-from ludic.distributed.vllm.weights_payload import WeightsPayload
 from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference import VLLMChatClient
@@ -44,7 +43,6 @@ from ludic.training import RLAlgorithm
 
 _LOOK_EVERY_S = 0.5
 _SAY_EVERY_S = 60.0
-_REDIS_S = 1.0
 
 
 class RunPipeline:
@@ -60,8 +58,6 @@ class RunPipeline:
         self._memory: OwnedFolder | None = None
         self._policy_server: PolicyServer | None = None
         self._publisher: PolicyPublisher | None = None
-        self._offering, self._offered = threading.Lock(), ""
-        self._offerer: threading.Thread | None = None
         self._watch: ServerWatch | None = None
         self._actors = Supervisor(LocalEngine(), tell=self._tell)
         self._tending: asyncio.Task[None] | None = None
@@ -159,9 +155,7 @@ class RunPipeline:
     def publisher(self, inner: PolicyPublisher | None) -> PolicyPublisher:
         """Returns what also reaches the actors, in the background where `inner` lets it. One that
         shares the trainer's weights hears of each version at once."""
-        payload = getattr(inner, "payload", None)
-        if isinstance(payload, WeightsPayload):
-            payload.offered = self._offer
+        self.lease.facts.append(lambda: {"weights_at": _address_of(inner)})
         folder = None if self._policies is None else PolicyFolder(self._policies)
         limit, server = self.config.training.publish_timeout_s, self._policy_server
         if inner is not None and inner.shares_weights:
@@ -171,25 +165,6 @@ class RunPipeline:
             actors = PipelinePublisher(self.lease, inner, folder, server, limit)
             self._publisher = in_background(actors, limit, held=True)
         return self._publisher
-
-    def _offer(self, url: str) -> None:
-        """Names in Redis, for those who look, the address from which the servers' machines fetch:
-        in a thread, since a Redis that does not answer must not hold up a publish."""
-        with self._offering:
-            self._offered = url
-            if self._offerer is None:
-                self._offerer = threading.Thread(target=self._tell_offer, daemon=True)
-                self._offerer.start()
-
-    def _tell_offer(self) -> None:
-        while True:
-            url = self._offered
-            with suppress(PipelineError):
-                self.lease.run("offer", url, patience_s=_REDIS_S)
-            with self._offering:
-                if url == self._offered:
-                    self._offerer = None
-                    return
 
     def _alarm(self) -> None:
         """Raises where no batch would ever come."""
@@ -250,3 +225,9 @@ class RunPipeline:
             self._policy_server.close()
         if self._memory is not None:
             self._memory.close()
+
+
+def _address_of(publisher: PolicyPublisher | None) -> str:
+    """Where the machines of servers fetch weights, if that is how they get them."""
+    plane = getattr(getattr(publisher, "payload", None), "plane", None)
+    return plane.url if isinstance(plane, HTTPPlane) else ""
