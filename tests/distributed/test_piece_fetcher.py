@@ -19,7 +19,6 @@ from ludic.distributed import patience, piece_fetcher, weights_http
 from ludic.distributed.patience import Away, Patience
 from ludic.distributed.piece_fetcher import NotComingError, PieceFetcher, Source
 from ludic.distributed.weights_http import PieceFile, PolicyServer, SourceError
-from ludic.errors import PublishError
 from ludic.plumbing import files
 from ludic.plumbing.files import file_checksum
 
@@ -104,21 +103,6 @@ def test_a_publish_waits_for_a_silent_trainer_for_ten_seconds_at_most() -> None:
     assert (limits.deadline_s, limits.whole_s) == (10.0, 600.0)
     assert limits.silence_s < limits.deadline_s, "there is time for a second try"
     assert Patience.within(8.0).deadline_s == 2.0
-
-
-def test_what_is_offered_too_late_for_its_publish_is_refused(
-    trainer: PolicyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digests = files.piece_digests
-
-    def meanwhile(handle: int) -> Any:
-        trainer.withdraw()
-        return digests(handle)
-
-    monkeypatch.setattr(weights_http, "piece_digests", meanwhile)
-    with pytest.raises(PublishError, match="given up meanwhile"):
-        offered(trainer, tmp_path / "weights")
-    assert not trainer._files
 
 
 @pytest.mark.parametrize(
@@ -222,6 +206,40 @@ def test_a_fetcher_that_leaves_takes_itself_off_the_list(
     fetcher.leave()
     assert not file_of(trainer, source).hosts
     fetcher.close()
+
+
+def test_a_machine_that_comes_back_at_the_same_address_without_its_pieces_misleads_nobody(
+    trainer: PolicyServer, tmp_path: Path
+) -> None:
+    source = offered(trainer, tmp_path / "weights", pieces=3)
+    killed = PieceFetcher(PATIENT, "127.0.0.1")
+    killed.fetch(source, tmp_path / "killed")
+    assert killed.server is not None
+    address = killed.server.url.removeprefix("http://")
+    killed.close()  # it has not said that it leaves
+    newer = offered(trainer, tmp_path / "newer", pieces=3)
+    again = PieceFetcher(PATIENT, address)
+    again.fetch(newer, tmp_path / "newer-part")
+    latecomer, before = PieceFetcher(PATIENT), trainer.sent
+    latecomer.fetch(source, tmp_path / "part")
+    assert file_checksum(tmp_path / "part") == source.checksum
+    assert trainer.sent == before + 3000
+    again.fetch(source, tmp_path / "again")
+    assert next(iter(file_of(trainer, source).hosts.values()))[1] == b"111"
+    latecomer.fetch(source, tmp_path / "once-more")
+    assert trainer.sent == before + 6000, "what it has by now is taken from it"
+    again.close()
+
+
+def test_a_port_that_another_run_has_costs_the_passing_on_and_not_the_fetch(
+    trainer: PolicyServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = offered(trainer, tmp_path / "weights")
+    fetcher = PieceFetcher(PATIENT, trainer.url.removeprefix("http://"))
+    fetcher.fetch(source, tmp_path / "part")
+    assert file_checksum(tmp_path / "part") == source.checksum
+    assert "this host does not pass weights on" in caplog.text
+    assert not file_of(trainer, source).hosts
 
 
 def test_silent_machines_cost_two_tries_and_nothing_in_the_next_file(

@@ -361,23 +361,18 @@ class PieceFetcher:
                 "left_out": [*job.left_out, *slow],
                 "wanted": wanted,
             }
-            body = json.dumps(asked).encode()
+            body, trainer = json.dumps(asked).encode(), job.source.url
             try:
-                data = self._get(job, job.source.url, self.patience.piece_s, "/pieces", body=body)
-                claimed, others = _read_answer(data, wanted, job.source.url)
-            except SourceError as exc:
-                self._leave(job, job.source.url, exc)
+                limit_s = self.patience.piece_s
+                answer = json.loads(self._get(job, trainer, limit_s, "/pieces", body=body))
+                claimed = int(answer["claimed"])
+                others = {str(host): str(digits).encode() for host, digits in answer["others"]}
+                if claimed != -1 and claimed not in wanted:
+                    raise ValueError(f"piece {claimed} was not asked for")
+            except (SourceError, ArithmeticError, KeyError, TypeError, ValueError) as exc:
+                if not isinstance(exc, SourceError):
+                    exc = SourceError(trainer, f"does not answer as a trainer does: {exc}")
+                self._leave(job, trainer, exc)
                 return -1, {}
             job.left_out.update(url for url in others if url in self.away)
             return claimed, others
-
-
-def _read_answer(data: bytes, wanted: list[int], url: str) -> tuple[int, dict[str, bytes]]:
-    try:
-        answer = json.loads(data)
-        claimed = int(answer["claimed"])
-        if claimed != -1 and claimed not in wanted:
-            raise ValueError(f"piece {claimed} was not asked for")
-        return claimed, {str(host): digits.encode() for host, digits in answer["others"]}
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as exc:
-        raise SourceError(url, f"does not answer as a trainer does: {exc}") from exc

@@ -28,7 +28,7 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from ludic.errors import ConfigError, LudicError, PublishError
+from ludic.errors import ConfigError, LudicError
 from ludic.plumbing.files import PIECE, piece_digests
 
 _log = logging.getLogger("ludic.pipeline")
@@ -97,7 +97,6 @@ class PolicyServer:
         self.key, self.keep, self.idle_s, self.sent = key, keep, idle_s, 0
         self._files: dict[str, PieceFile] = {}
         self._lock = threading.Lock()
-        self._withdrawals = 0
         served = self
 
         class Handler(_Handler):
@@ -122,37 +121,29 @@ class PolicyServer:
 
     def offer(self, path: Path, checksum: str = "") -> dict[str, Any]:
         """Serves a file, as it is now; returns what to announce of it. Without its checksum the
-        file is read for it; raises `PublishError` if everything is withdrawn meanwhile."""
-        withdrawals = self._withdrawals
+        file is read for it."""
         handle = os.open(path, os.O_RDONLY)
         file = PieceFile(handle, os.fstat(handle).st_size)
         if not checksum:
             file.digests = piece_digests(handle)
             checksum = sha256(b"".join(file.digests)).hexdigest()
-        if not self.put(checksum, file, withdrawals):
-            os.close(handle)
-            raise PublishError(f"{path} is not offered: its publish was given up meanwhile")
+        self.put(checksum, file)
         return {"url": self.url, "key": self.key, "checksum": checksum}
 
     def withdraw(self, checksum: str | None = None) -> None:
         """Serves a file (None: any) no longer, except to those who fetch a piece of it now."""
         with self._lock:
-            self._withdrawals += checksum is None
             for name in list(self._files) if checksum is None else [checksum]:
                 if (file := self._files.pop(name, None)) is not None:
                     os.close(file.handle)
 
-    def put(self, checksum: str, file: PieceFile, withdrawals: int | None = None) -> bool:
-        """Serves what is there of a file, whose handle is closed when nobody needs it. Returns
-        whether it does: not if everything was withdrawn since there were so many `withdrawals`."""
+    def put(self, checksum: str, file: PieceFile) -> None:
+        """Serves what is there of a file, whose handle is closed when nobody needs it."""
         with self._lock:
-            if withdrawals not in (None, self._withdrawals):
-                return False
             before = self._files.pop(checksum, None)
             self._files[checksum] = file
         if before is not None and before is not file:
             os.close(before.handle)
-        return True
 
     @contextmanager
     def opened(self, checksum: str) -> Iterator[tuple[PieceFile, int] | None]:

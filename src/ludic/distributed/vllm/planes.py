@@ -158,12 +158,7 @@ class HTTPPlane(DataPlane):
             path, folder = weights.path, None
         else:
             path, folder = write_shared(weights)
-        try:
-            source = server.offer(path)
-        except BaseException:
-            if folder is not None:
-                folder.close()
-            raise
+        source = server.offer(path)
 
         def close() -> None:
             server.withdraw(source["checksum"])
