@@ -36,10 +36,11 @@ def serve(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(rest):
         parser.print_help()
         return vllm.main(rest)
+    if options.pass_on is not None:
+        _check_passing_on(options.pass_on)
     if options.register is None:
         if options.engine == "local":
             raise ConfigError("--engine local serves the model of a run: name it with --register")
-        _check_passing_on(options.pass_on)
         return vllm.main([*rest, *passing_on])
 
     from ludic.pipeline.servers import Registration  # which needs the extra `redis`
@@ -75,7 +76,6 @@ def serve(arguments: Sequence[str]) -> int:
             f"--host {address.host} without a key would let anybody change the weights: register "
             "with the run's folder, which has one, or name a file in inference.api_key_file"
         )
-    _check_passing_on(options.pass_on)
     port = address.port or vllm.free_port(address.host)
     try:
         if options.engine == "local":
@@ -90,12 +90,11 @@ def serve(arguments: Sequence[str]) -> int:
         store.close()
 
 
-def _check_passing_on(setting: str | None) -> None:
-    """Raises if weights cannot be passed on from there; `auto` follows from the trainer."""
-    if setting is None or setting.partition(":")[0] == "auto":
-        return
-    host, port = listening_address(setting, "", "--pass-on")
-    if why := refusal_to_bind(host, port):
+def _check_passing_on(setting: str) -> None:
+    """Raises if this machine has no such address; `auto` follows from the trainer, and a port may
+    be another server's for a while."""
+    host, _ = listening_address(setting, "", "--pass-on")
+    if why := refusal_to_bind(host):
         raise ConfigError(
             f"--pass-on {setting} cannot be listened on ({why}): name an address of this machine, "
             "or auto"
