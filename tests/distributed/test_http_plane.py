@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from ludic.distributed import piece_fetcher, weights_http
+from ludic.distributed import piece_fetcher, shared_folders, weights_http
 from ludic.distributed.in_vllm.worker import WorkerExtension
-from ludic.distributed.vllm import shared_memory
 from ludic.distributed.vllm.planes import HTTPPlane
 from ludic.distributed.vllm.shared_memory import FetchedWeights, open_shared
 from ludic.distributed.vllm.weights_server import WeightsServer
@@ -34,7 +33,7 @@ SIZE = 12_070
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands for /dev/shm; pieces are small."""
-    monkeypatch.setattr(shared_memory, "shared_folder", lambda: tmp_path)
+    monkeypatch.setattr(shared_folders, "shared_folder", lambda: tmp_path)
     for module in (files, weights_http, piece_fetcher):
         monkeypatch.setattr(module, "PIECE", 1000)
     return tmp_path

@@ -14,8 +14,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from ludic.distributed import shared_folders
+from ludic.distributed.shared_folders import SharedFolder
 from ludic.distributed.vllm import shared_memory
-from ludic.distributed.vllm.shared_memory import SharedFolder, write_shared
+from ludic.distributed.vllm.shared_memory import write_shared
 from ludic.errors import PublishError
 
 WEIGHTS = {"a": torch.ones(1024, 1024)}  # 4 MiB
@@ -23,8 +25,9 @@ WEIGHTS = {"a": torch.ones(1024, 1024)}  # 4 MiB
 OTHER = """
 import sys, time, torch
 from pathlib import Path
+from ludic.distributed import shared_folders
 from ludic.distributed.vllm import shared_memory
-shared_memory.shared_folder = lambda: Path(sys.argv[1])
+shared_folders.shared_folder = lambda: Path(sys.argv[1])
 path, folder = shared_memory.write_shared({"a": torch.ones(9)})
 print(path, flush=True)
 time.sleep(300)
@@ -34,7 +37,7 @@ time.sleep(300)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands for /dev/shm."""
-    monkeypatch.setattr(shared_memory, "shared_folder", lambda: tmp_path)
+    monkeypatch.setattr(shared_folders, "shared_folder", lambda: tmp_path)
     return tmp_path
 
 

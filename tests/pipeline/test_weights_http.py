@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,15 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from ludic.distributed import piece_fetcher, weights_http
+from ludic.distributed import piece_fetcher, shared_folders, weights_http
 from ludic.distributed.addresses import listening_address
 from ludic.distributed.patience import Patience
 from ludic.distributed.piece_fetcher import NotComingError
 from ludic.distributed.weights_http import PolicyServer, SourceError, get
 from ludic.errors import ConfigError, PublishError
-from ludic.pipeline import weights_fetcher
 from ludic.pipeline.policies import PolicyFolder, StoredPolicy, file_in_kernel
-from ludic.pipeline.policy_cache import CACHES
 from ludic.pipeline.store import PipelineConfig
 from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.plumbing import files
@@ -255,46 +251,11 @@ def test_another_key_is_refused_at_once(
 def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_cause_and_may_be_mended(
     host: Callable[..., PolicyFetcher], policy: StoredPolicy, tmp_path: Path
 ) -> None:
-    (tmp_path / "a").write_text("no folder")
-    with pytest.raises(NotComingError, match=r"policy 7 from http://127.* into .*File exists"):
-        host("a").fetch(policy)
-    (tmp_path / "a").unlink()
-    host("a").fetch(policy)
-
-
-def test_a_cache_that_is_being_removed_is_not_held(
-    host: Callable[..., PolicyFetcher], policy: StoredPolicy, tmp_path: Path
-) -> None:
-    (tmp_path / "a").mkdir()
-    fetcher = host("a")
-    with (tmp_path / "a" / "users.lock").open("w") as leaving:
-        fcntl.flock(leaving, fcntl.LOCK_EX)
+    fetcher = host("missing/cache")
+    with pytest.raises(NotComingError, match=r"policy 7 from http://127.* into .*No such file"):
         fetcher.fetch(policy)
-        assert fetcher.cache._user is None
+    (tmp_path / "missing").mkdir()
     fetcher.fetch(policy)
-    assert fetcher.cache._user is not None
-
-
-def test_a_cache_that_was_removed_before_it_was_locked_is_made_again(
-    host: Callable[..., PolicyFetcher],
-    policy: StoredPolicy,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    flock, removed = fcntl.flock, list[int]()
-
-    def late(handle: int, how: int) -> None:
-        if not removed and how & fcntl.LOCK_SH:
-            removed.append(handle)
-            shutil.rmtree(tmp_path / "a")
-        flock(handle, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    fetcher = host("a")
-    fetcher.fetch(policy)
-    assert removed
-    assert fetcher.cache._user is not None
-    assert os.path.samestat(os.fstat(fetcher.cache._user), (tmp_path / "a" / "users.lock").stat())
 
 
 def test_a_policy_that_has_gone_comes_back_as_it_was(
@@ -359,21 +320,29 @@ def test_a_newer_policy_ends_a_fetch_that_does_not_get_on(
         arriving.result()
 
 
-def test_what_a_killed_process_left_is_not_fetched_again(
-    host: Callable[..., PolicyFetcher],
+def test_what_a_killed_process_left_is_not_fetched_again_and_another_runs_cache_goes(
+    config: PipelineConfig,
     policy: StoredPolicy,
     weights: Path,
     trainer: PolicyServer,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache = tmp_path / "a"
-    cache.mkdir()
+    monkeypatch.setattr(shared_folders, "shared_folder", lambda: tmp_path)
+    fetcher = PolicyFetcher(config, patience=PATIENT)
+    own, others = (tmp_path / f"ludic-publish-{name}" for name in (fetcher._cache_name, "others"))
+    for cache in (own, others):
+        cache.mkdir()
+        (cache / "lock").touch()
     part = bytearray(weights.read_bytes())
     part[:5] = b"wrong"
-    (cache / f"{policy.checksum}.part").write_bytes(part)
-    here = host("a").fetch(policy)
+    (own / f"{policy.checksum}.part").write_bytes(part)
+    here = fetcher.fetch(policy)
     assert file_checksum(Path(here.path)) == policy.checksum
     assert trainer.sent == PIECE
+    assert not others.exists()
+    fetcher.close()
+    assert not own.exists()
 
 
 def test_the_newest_policies_stay_in_the_cache_and_the_last_process_removes_it(
@@ -391,27 +360,6 @@ def test_the_newest_policies_stay_in_the_cache_and_the_last_process_removes_it(
     assert (tmp_path / "a").is_dir()
     second.close()
     assert not (tmp_path / "a").exists()
-
-
-def test_the_caches_of_killed_processes_are_removed_by_the_next_run(
-    config: PipelineConfig, policy: StoredPolicy, tmp_path: Path
-) -> None:
-    named = f"{CACHES}{os.getuid()}-"
-    left, used, others = (tmp_path / f"{named}{n}" for n in ("left", "used", "others"))
-    for folder in (left, used):
-        folder.mkdir()
-        (folder / "old.safetensors").write_bytes(b"old")
-        (folder / "users.lock").touch()
-    others.mkdir()  # just being made
-    elsewhere = replace(policy, path="/elsewhere")
-    with (used / "users.lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        fetcher = PolicyFetcher(config, tmp_path / f"{named}own", patience=PATIENT)
-        fetcher.fetch(elsewhere)
-        assert not left.exists()
-        assert used.exists()
-        assert others.exists()
-        fetcher.close()
 
 
 def test_a_request_for_another_path_or_range_gets_nothing(policy: StoredPolicy) -> None:
@@ -466,7 +414,7 @@ def test_an_address_that_names_no_machine_is_refused() -> None:
 async def test_an_actor_goes_on_while_a_policy_is_on_its_way_and_takes_it_when_it_has_come(
     config: PipelineConfig, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_fetcher, "cache_folder", lambda config: tmp_path / "cache")
+    monkeypatch.setattr(shared_folders, "shared_folder", lambda: tmp_path)
     facts = PolicyFolder(tmp_path).write([("a", torch.ones(2))], attempt=1, version=1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -8,18 +8,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
 from ludic.distributed.patience import Patience
 from ludic.distributed.piece_fetcher import NotComingError, PieceFetcher, Source
+from ludic.distributed.shared_folders import SharedFolder
 from ludic.pipeline.policies import StoredPolicy, file_in_kernel
-from ludic.pipeline.policy_cache import PolicyCache, cache_folder
 from ludic.pipeline.store import PipelineConfig
 from ludic.pipeline.weights_difference import make_from_difference
 from ludic.plumbing.files import file_checksum
 
 _POLL_S = 0.1
 _AGAIN_S = 1.0
+_LEFT_S = 3600.0
 
 
 class PolicyFetcher:
@@ -38,7 +40,10 @@ class PolicyFetcher:
         keep: int = 2,
         patience: Patience | None = None,
     ) -> None:
-        self.cache = PolicyCache(folder or cache_folder(config), keep)
+        run = blake2b(f"{config.url} {config.run}".encode(), digest_size=8).hexdigest()
+        self._cache_name = folder or f"policies-{os.getuid()}-{run}"
+        self._keep = keep
+        self._cache: SharedFolder | None = None
         self.pieces = PieceFetcher(patience, address, towards=config.url)
         self._serial: int | None = None
 
@@ -48,7 +53,8 @@ class PolicyFetcher:
             self.pieces.closed.set()
             self.pieces.leave()
             self.pieces.close()
-            self.cache.close()
+            if self._cache is not None:
+                self._cache.close()
 
     def fetch(self, policy: StoredPolicy) -> StoredPolicy:
         """Returns the policy with a path that this host can open. Where a newer one has taken its
@@ -63,17 +69,19 @@ class PolicyFetcher:
             raise
         except OSError as exc:
             self.pieces.closed.wait(_AGAIN_S)
-            where = f"from {policy.url} into {self.cache.path}"
+            self._cache = None  # it may have been removed: the next try makes it
+            where = f"from {policy.url} into {self._cache_name}"
             raise NotComingError(f"cannot fetch policy {policy.version} {where}: {exc}") from exc
 
     def _fetch(self, policy: StoredPolicy) -> StoredPolicy:
-        self.cache.open()
-        target = self.cache.path / f"{policy.checksum}.safetensors"
+        if self._cache is None:
+            self._cache = SharedFolder(self._cache_name, inherit=True)
+        target = self._cache.path / f"{policy.checksum}.safetensors"
         here = replace(policy, path=str(target))
         part = target.with_suffix(".part")
         with self._alone(target, policy.version):
             if target.is_file() or make_from_difference(policy, target, self.fetch):
-                self.cache.tidy()
+                _tidy(target.parent, self._keep)
                 return here
             self._serial = policy.serial
             what = f"policy {policy.version}"
@@ -82,7 +90,7 @@ class PolicyFetcher:
                 # Another file may be at its path here: then it has the one that did not come.
                 return here if os.path.exists(policy.path) else policy
             os.replace(part, target)
-            self.cache.tidy()
+            _tidy(target.parent, self._keep)
             return here
 
     def announced(self, serial: int) -> None:
@@ -109,7 +117,7 @@ class PolicyFetcher:
                 if waited > patience.deadline_s + patience.silence_s:
                     raise NotComingError(
                         f"waited {waited:.3g} s for policy {version}, which another process of "
-                        f"this host fetches into {self.cache.path}"
+                        f"this host fetches into {target.parent}"
                     )
                 if self.pieces.closed.wait(_POLL_S):
                     raise NotComingError(f"policy {version} is not waited for: this process ends")
@@ -128,3 +136,18 @@ def _found(policy: StoredPolicy) -> StoredPolicy | None:
             if file == policy.file or (policy.checksum and file_checksum(path) == policy.checksum):
                 return replace(policy, file=file)
     return None
+
+
+def _tidy(cache: Path, keep: int) -> None:
+    """Removes all but the newest files, and what a fetch that failed has left."""
+    files = dict[Path, float]()
+    for file in cache.glob("*.safetensors"):
+        with suppress(FileNotFoundError):  # other processes tidy, too
+            files[file] = file.stat().st_mtime
+    for old in sorted(files, key=lambda file: files[file])[:-keep]:
+        old.unlink(missing_ok=True)
+        old.with_suffix(".lock").unlink(missing_ok=True)
+    for part in cache.glob("*.part"):
+        with suppress(FileNotFoundError):
+            if time.time() - part.stat().st_mtime > _LEFT_S:
+                part.unlink()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ludic.distributed.addresses import is_loopback, own_address
+from ludic.distributed.shared_folders import OwnedFolder
 from ludic.distributed.vllm.ipc_handles import Exports
 from ludic.distributed.vllm.placement import (
     Choice,
@@ -29,7 +30,7 @@ from ludic.distributed.vllm.placement import (
     ask_places,
     choose_plane,
 )
-from ludic.distributed.vllm.shared_memory import OwnedFolder, SharedWeights, write_shared
+from ludic.distributed.vllm.shared_memory import SharedWeights, write_shared
 from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import ConfigError, DeadlineError, PublishError
 from ludic.plumbing.cuda_streams import aside, wait_for

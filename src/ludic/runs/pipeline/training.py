@@ -14,8 +14,8 @@ from typing import Self
 from ludic.distributed import BackgroundPublisher, PolicyPublisher
 from ludic.distributed.addresses import listening_address
 from ludic.distributed.background import in_background
+from ludic.distributed.shared_folders import OwnedFolder
 from ludic.distributed.vllm.planes import HTTPPlane
-from ludic.distributed.vllm.shared_memory import OwnedFolder
 from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference import VLLMChatClient
