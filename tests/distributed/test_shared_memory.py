@@ -122,3 +122,13 @@ def test_a_process_that_ends_by_itself_leaves_nothing(folder: Path) -> None:
     code = OTHER.replace("time.sleep(300)", "")
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True)
     assert not list(folder.iterdir())
+
+
+def test_who_lets_go_late_does_not_remove_what_others_made_in_its_place() -> None:
+    late = SharedFolder("some")
+    shutil.rmtree(late.path)  # by hand
+    others = SharedFolder("some")
+    late.close()
+    assert others.path.is_dir()
+    others.close()
+    assert not others.path.exists()
