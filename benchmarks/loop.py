@@ -24,7 +24,8 @@ optimizer take is not counted; the rest, divided by the episodes, is `host_us_pe
 difference between episodes of four turns and of one, by three, is `host_us_per_step`. Here the
 model is a small one, with the tokenizer of `--model`.
 
-`device_busy` is the share of an update's time in which the GPU ran anything, by torch's profiler.
+`device_busy` is the share of a further update's time in which the GPU ran anything, by torch's
+profiler; it is left out where one update alone is measured.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ async def reinforce(config: RunConfig, stamps: Stamps) -> None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The figures of Ludic's own updates."""
     on_gpu, sums = args.device == "cuda", args.task == "sums"
-    busy = BusyMeter(args.warmup + args.updates) if on_gpu and sums else None
+    busy = BusyMeter(args.warmup + args.updates) if on_gpu and args.updates > 1 else None
     updates = args.warmup + args.updates + (busy is not None)
     if sums:
         config = run_of(args, turns=args.turns, updates=updates, device=args.device, host=False)

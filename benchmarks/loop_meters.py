@@ -131,7 +131,8 @@ class MemoryPeak:
 
 
 class BusyMeter:
-    """Records what the GPU does between the log lines `first` and `first + 1`."""
+    """Records what the GPU does between the log lines `first` and `first + 1`, and prints when it
+    stood still for longest."""
 
     def __init__(self, first: int) -> None:
         self.first, self.share = first, 0.0
@@ -153,19 +154,28 @@ class BusyMeter:
             with tempfile.TemporaryDirectory() as where:
                 path = Path(where) / "trace.json"
                 self._profiler.export_chrome_trace(str(path))
-                self.share = busy_seconds(json.loads(path.read_text())) / seconds
+                busy = busy_spans(json.loads(path.read_text()))
+            self.share = sum(end - begin for begin, end in busy) / seconds
+            idle = sorted(((b[0] - a[1], a[1]) for a, b in pairwise(busy)), reverse=True)[:12]
+            for length, begin in sorted(idle, key=lambda gap: gap[1]):
+                print(
+                    f"  idle for {1e3 * length:.1f} ms, {begin - busy[0][0]:.3f} s after its start"
+                )
 
 
-def busy_seconds(trace: Mapping[str, Any]) -> float:
-    """How long at least one kernel or copy ran, of a trace in Chrome's format."""
+def busy_spans(trace: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """From when to when, in seconds, at least one kernel or copy ran, of a trace in Chrome's
+    format."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     spans = sorted(
-        (float(e["ts"]), float(e["ts"]) + float(e["dur"]))
+        (float(e["ts"]) / 1e6, (float(e["ts"]) + float(e["dur"])) / 1e6)
         for e in trace["traceEvents"]
         if e.get("cat") in kinds and "dur" in e
     )
-    total, until = 0.0, float("-inf")
+    joined: list[tuple[float, float]] = []
     for begin, end in spans:
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total / 1e6
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((begin, end))
+    return joined

@@ -87,7 +87,8 @@ def all_jobs(args: argparse.Namespace) -> list[Job]:
         *_distillation(args),
         *(_algorithm(args, name, 0) for name in ALGORITHMS if name != "grpo"),
         *_several_teachers(args),
-        *(_large(args, seed) for seed in (1, 2)),
+        _large(args, 1),
+        _large(args, 2, alone=True),
         *_peer(args),
         _lora(args),
         *(_small(args, f"ahead-s{s}", s, "one ahead", "training.overlap=true") for s in range(3)),
@@ -108,7 +109,7 @@ def _large(args: argparse.Namespace, seed: int, *, alone: bool = False) -> Job:
         large=True,
         seed=seed,
         alone=alone,
-        keep=alone,
+        keep=not seed,
     )
 
 
@@ -286,7 +287,11 @@ def _peer(args: argparse.Namespace) -> list[Job]:
             (("gsm8k", "TRL, evaluated by Ludic"),),
             work_s=10.0,
             gb=LARGE_GB,
-            words=("model.name={work}/trl-1.5b-s0/model", "training.steps=0"),
+            # A run has to train: one step, at a rate that moves nothing.
+            words=(
+                *("model.name={work}/trl-1.5b-s0/model", "training.steps=1"),
+                "training.learning_rate=1e-12",
+            ),
             large=True,
             needs=("trl-1.5b-s0",),
         ),

@@ -66,6 +66,8 @@ def main() -> None:
         page = "(files('ludic.view') / 'static' / 'pages' / 'rollout.js').read_text()"
         run(python, "-c", f"from importlib.resources import files; {page}", cwd=work)
         run(python, "-c", "import ludic.view.export, ludic.view.index", cwd=work)
+        job = "(files('ludic.launch') / 'slurm.sh.jinja').read_text()"
+        run(python, "-c", f"from importlib.resources import files; {job}", cwd=work)
         for kind in ("single", "steps", "two-seats"):
             run(ludic, "init", kind.replace("-", "_"), "--kind", kind, cwd=work)
         run(ludic, "train", "run.toml", "--dry-run", cwd=work / "two_seats")

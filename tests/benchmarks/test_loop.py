@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import gsm8k
 from benchmarks.loop import host_us
-from benchmarks.loop_meters import DecodeClock, Stamps, busy_seconds
+from benchmarks.loop_meters import DecodeClock, Stamps, busy_spans
 from benchmarks.sums import Sums
 from ludic.training.algorithms.grpo import make_grpo
 
@@ -24,7 +24,9 @@ def test_time_in_which_two_kernels_ran_counts_once() -> None:
         {"cat": "cuda_runtime", "ts": 0, "dur": 100},
         {"cat": "kernel", "ts": 50},
     ]
-    assert busy_seconds({"traceEvents": events}) == pytest.approx(20e-6)
+    first, second = busy_spans({"traceEvents": events})
+    assert first == pytest.approx((0.0, 15e-6))
+    assert second == pytest.approx((20e-6, 25e-6))
 
 
 def test_updates_before_the_first_line_that_counts_are_left_out() -> None:

@@ -13,7 +13,7 @@ import torch
 from ludic.inference import LocalChatClient
 from ludic.inference.local.build import engine_memory
 from ludic.inference.tiny import tiny_tokenizer
-from ludic.runs.profiling import host_gb_s
+from ludic.runs.planning import host_gb_s
 from ludic.saw.items import SAWBatch
 from ludic.training import Trainer, TrainerConfig, make_reinforce
 from ludic.training.update.calibrate import Calibration, calibrate, synthetic_batch

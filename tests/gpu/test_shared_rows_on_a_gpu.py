@@ -119,7 +119,7 @@ async def test_an_engine_with_long_rows_samples_what_a_plain_pass_says(name: str
     async with LocalChatClient(
         model, tiny_tokenizer(), max_slots=4, max_context_tokens=4096
     ) as client:
-        assert client._scheduler.batch.parts == 8  # type: ignore[attr-defined]
+        assert client._scheduler.batch.parts == {4: 8}  # type: ignore[attr-defined]
         answers = await asyncio.gather(*(client.complete_tokens(r) for r in asked))
     plain = model.float()
     for answer in answers:

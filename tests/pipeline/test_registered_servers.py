@@ -25,11 +25,11 @@ from ludic.pipeline.policies import PipelinePublisher
 from ludic.pipeline.servers import RegisteredServer, Registration, list_servers
 from ludic.pipeline.store import Store
 from ludic.plumbing.records import to_json
-from ludic.runs.deadlines import publish_limit_s
 from ludic.runs.pipeline.address import find_pipeline, key_of_servers
 from ludic.runs.pipeline.roster import Roster, ServerWatch
 from ludic.runs.pipeline.serving import flags_of, serve
 from ludic.runs.settings import RunConfig, check_run
+from ludic.runs.settings.deadlines import publish_limit_s
 from ludic.runs.vllm_backend import open_vllm
 from ludic.training.batching.source import PolicyLostError
 from tests.inference.vllm.asking import request, trace_of

@@ -16,7 +16,7 @@ from rich.console import Console
 from ludic.errors import ConfigError
 from ludic.eval import EpisodeResult, EvalReport, report_table
 from ludic.eval.report import read_report
-from ludic.runs.publishing.card import _evaluation
+from ludic.runs.publishing.card import evaluation
 from ludic.runs.results.report import RunReport
 from ludic.runs.results.terminal import summary_of
 from ludic.runs.results.watch import LearningWatch, hacked
@@ -175,7 +175,7 @@ def test_the_panel_of_the_terminal_and_the_published_card_lead_with_it(kind: str
     assert (
         next(line for line in printed(logger.view()) if "eval/" in line).strip().startswith(run.key)
     )
-    assert _evaluation(run.stages).splitlines()[2].startswith(f"| stage | episodes | {run.name} |")
+    assert evaluation(run.stages)[0][:3] == ["stage", "episodes", run.name]
 
 
 def test_success_is_a_metric_only_where_it_is_known() -> None:

@@ -56,7 +56,7 @@ def calibrate(
     from ludic.runs.results.terminal import say
 
     if profile is not None:
-        from ludic.runs.profiling import measure_profile
+        from ludic.runs.planning import measure_profile
 
         measure_profile(run, overrides or []).write(profile)
         say(f"{profile}: use it with `ludic plan RUN --gpu {profile}`")

@@ -159,10 +159,10 @@ class EnvRunner:
         if self._state in ("closed", "abandoned"):
             return
         self._state = "closed"
+        if getattr(self.env.close, "__func__", None) is LudicEnv.close:
+            return  # it has nothing to free
         try:
-            # An environment without a `close` has nothing that could block.
-            inherited = getattr(self.env.close, "__func__", None) is LudicEnv.close
-            if self.env.blocking and not inherited:
+            if self.env.blocking:
                 result = await self._threads.run(
                     self.env.close, what="close", whom=self.name, timeout_s=_CLOSE_S
                 )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ludic.agents.base_agent import ActResult
@@ -33,21 +33,19 @@ from ludic.types import (
 UNREADABLE = "Your reply could not be read as an action. Answer again in the required form."
 
 
-@dataclass(slots=True, eq=False)
-class AgentTrack:
+class AgentTrack(Struct, eq=False):
     """One agent's steps of one episode, in order. Only the episode's own task writes to it."""
 
     agent_id: AgentID
     rollout_id: str
-    _: KW_ONLY
     parent_id: str | None = None
     collected: bool = True
-    meta: dict[str, Any] = field(default_factory=dict)
-    obs: Obs = field(default="", init=False)
-    ended: bool = field(default=False, init=False)
-    _steps: list[Step] = field(default_factory=list, init=False)
-    _turns: int = field(default=0, init=False)
-    _last: int | None = field(default=None, init=False)
+    meta: dict[str, Any] = {}
+    obs: Obs = ""
+    ended: bool = False
+    _steps: list[Step] = []
+    _turns: int = 0
+    _last: int | None = None
     """The place of the last environment step."""
 
     @property

@@ -1,4 +1,5 @@
 """What starts a launched run under SLURM or on Kubernetes: the text of a job file, from sizes.
+The files themselves are the templates beside this one.
 
 Both files start a Ray cluster for this run alone, run one command on it, and end it. A job that is
 started again resumes what it finds in the run's folder.
@@ -10,8 +11,7 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
-from textwrap import indent
+from dataclasses import dataclass, fields
 
 from ludic.errors import ConfigError
 
@@ -73,71 +73,7 @@ class JobSizes:
 
 def slurm_job(sizes: JobSizes) -> str:
     """Returns a job file for `sbatch`."""
-    minutes = round(sizes.hours * 60)
-    gpus = f"#SBATCH --gpus-per-node={sizes.gpus_per_node}\n" if sizes.gpus_per_node else ""
-    ray_gpus = f" --num-gpus={sizes.gpus_per_node}" if sizes.gpus_per_node else ""
-    return f"""#!/bin/bash
-#SBATCH --job-name={sizes.name}
-#SBATCH --nodes={sizes.nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --exclusive
-#SBATCH --cpus-per-task={sizes.cpus_per_node}
-{gpus}#SBATCH --mem={sizes.memory_gib}G
-#SBATCH --time={minutes}
-#SBATCH --signal=B:USR1@{STOP_EARLY_S}
-#SBATCH --requeue
-# Submit it from the run's working folder, with its Python environment active: both are passed on.
-# https://slurm.schedmd.com/sbatch.html: --signal, --requeue
-# https://docs.ray.io/en/latest/cluster/vms/user-guides/community/slurm.html: ray symmetric-run
-# Names are taken as they are, and commands are for the inner shell.
-# shellcheck disable=SC2016
-set -u
-
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# Of jobs that share a head's address one after the other, none meets what another left behind.
-port=$(({RAY_PORT} + SLURM_JOB_ID % 10000))
-export SRUN_CPUS_PER_TASK={sizes.cpus_per_node}
-export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={sizes.wait_minutes * 60}
-
-stop() {{
-    interrupted=yes
-    {shlex.join(sizes.stop)}
-}}
-trap stop USR1
-
-srun ray symmetric-run --address "$head:$port" --min-nodes {sizes.nodes} \\
-    --num-cpus={sizes.cpus_per_node}{ray_gpus} -- \\
-    bash -c {shlex.quote(sizes.command)} &
-run=$!
-# The signal ends a wait, not the run, which writes its checkpoint first.
-while true; do
-    interrupted=
-    wait "$run"
-    status=$?
-    [ -n "$interrupted" ] || exit "$status"
-done
-"""
-
-
-_POD = """\
-template:
-  spec:
-    restartPolicy: Never
-    containers:
-    - name: ray
-      image: {image}
-      workingDir: {mount}
-      # https://kubernetes.io/docs/concepts/configuration/manage-resources-containers
-      resources:
-        requests: {size}
-        limits: {size}
-      volumeMounts:
-      - {{name: shared, mountPath: {mount}}}
-      - {{name: memory, mountPath: /dev/shm}}
-    volumes:
-    - {{name: shared, persistentVolumeClaim: {{claimName: {claim}}}}}
-    - {{name: memory, emptyDir: {{medium: Memory, sizeLimit: {half}}}}}
-"""
+    return _filled("slurm.sh.jinja", sizes)
 
 
 def kuberay_job(sizes: JobSizes) -> str:
@@ -146,36 +82,21 @@ def kuberay_job(sizes: JobSizes) -> str:
     if sizes.gpus_per_node:
         size["nvidia.com/gpu"] = f"{sizes.gpus_per_node}"
     half = f"{max(sizes.memory_gib // 2, 1)}Gi"
-    texts = {"image": sizes.image, "mount": sizes.mount, "claim": sizes.claim, "half": half}
-    pod = _POD.format(size=json.dumps(size), **{k: json.dumps(v) for k, v in texts.items()})
-    workers = f"""\
-    workerGroupSpecs:
-    - groupName: nodes
-      replicas: {sizes.nodes - 1}
-      minReplicas: {sizes.nodes - 1}
-      maxReplicas: {sizes.nodes - 1}
-      rayStartParams: {{}}
-{indent(pod, "      ")}"""
-    return f"""\
-# Each field: https://ray-project.github.io/kuberay/reference/api (RayJobSpec, RayClusterSpec)
-apiVersion: ray.io/v1
-kind: RayJob
-metadata:
-  name: {sizes.name}
-spec:
-  entrypoint: {json.dumps(f"bash -c {shlex.quote(sizes.command)}")}
-  # A cluster that is not complete by then is given up; since KubeRay 1.6.
-  preRunningDeadlineSeconds: {sizes.wait_minutes * 60}
-  # What has not ended by then is ended.
-  activeDeadlineSeconds: {round(sizes.hours * 3600)}
-  # A try that fails is followed by another on a new cluster, which resumes the run.
-  backoffLimit: {sizes.retries}
-  # Nothing is left behind but what is in the run's folder.
-  shutdownAfterJobFinishes: true
-  ttlSecondsAfterFinished: 60
-  rayClusterSpec:
-    # Nobody starts anything on this cluster without its token.
-    authOptions: {{mode: token}}
-    headGroupSpec:
-      rayStartParams: {{}}
-{indent(pod, "      ")}{workers if sizes.nodes > 1 else ""}"""
+    return _filled("kuberay.yaml.jinja", sizes, size=size, half=half)
+
+
+def _filled(template: str, sizes: JobSizes, **more: object) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("ludic.launch", ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "quote": shlex.quote, "join_words": shlex.join, "json": json.dumps, "round_off": round
+    }  # fmt: skip
+    values = {field.name: getattr(sizes, field.name) for field in fields(sizes)}
+    known = {"command": sizes.command, "ray_port": RAY_PORT, "stop_early_s": STOP_EARLY_S}
+    return environment.get_template(template).render(values | known | more)

@@ -17,52 +17,10 @@ from ludic.errors import ConfigError
 from ludic.memory.shape import ModelShape
 
 ORIGINS = ("measured", "measured on another machine", "data sheet", "assumed")
-_SHIPPED = files("ludic.plan") / "profiles"
-
-FIGURES: dict[str, str] = {
-    "memory_gib": "memory of a device",
-    "peak_tflops": "dense bfloat16 operations",
-    "hbm_tb_s": "bandwidth of the memory",
-    "link_gb_s": "between devices of a node, one way",
-    "network_gb_s": "between nodes, for each device, one way",
-    "host_gb_s": "between the host's memory and a device, each way",
-    "latency_s": "of one collective",
-    "gpus_per_node": "devices of a node",
-    "decode_s": "a decode step: of any model",
-    "decode_layer_s": "a decode step: for each layer",
-    "decode_weight_s": "a decode step: for each byte of weights",
-    "decode_row_s": "a decode step: for each operation of its rows",
-    "decode_crowd_s": "a decode step: the same of rows beyond 128",
-    "decode_width_s": "a decode step: for each number of its rows that goes through a layer",
-    "decode_cache_s": "a decode step: for each byte of keys and values",
-    "decode_adapter_layer_s": "a decode step with LoRA: more for each layer",
-    "decode_adapter_s": "a decode step with LoRA: more for each byte of weights",
-    "server_token_s": "a vLLM server's host: for each row of a step, beside the GPU",
-    "server_request_s": "a vLLM server's host: for each request",
-    "pass_flop_s": "a pass: for each operation of its products",
-    "pass_element_s": "a pass: for each number that goes through a layer",
-    "pass_adapter_s": "a pass with LoRA: more for each number of a layer's input",
-    "pass_layer_s": "a pass that is replayed as a graph: for each layer, at least",
-    "pass_launch_s": "a pass whose kernels the host launches: for each layer, at least",
-    "pass_launch_adapter_s": "a pass with LoRA: more launches for each layer",
-    "other_s": "an update: what else the trainer's process does",
-    "host_episode_s": "the host: for each episode",
-    "host_write_s": "the host: of that, if rollouts are written",
-    "host_thread_s": "the host: more for an episode whose environment runs in a thread",
-    "host_own_s": "the run's own process: of that, if other processes play the episodes",
-    "host_turn_s": "the host: for each further turn",
-    "host_token_s": "the host: for each sampled token",
-    "intake_episode_s": "the trainer's host: for each episode that comes over Redis",
-    "intake_token_s": "the trainer's host: for each token that comes over Redis",
-    "publish_s": "new weights to servers: in any case",
-    "publish_byte_s": "new weights to servers: for each byte",
-    "pause_s": "servers pause for new weights: in any case",
-    "pause_byte_s": "servers pause for new weights: for each byte",
-    "copy_byte_s": "new weights to actors on the trainer's GPU: for each byte, while it waits",
-    "file_byte_s": "new weights to actors on the trainer's GPU: for each byte, until they have it",
-    "checkpoint_byte_s": "a checkpoint: for each byte, while the trainer waits",
-}
-"""What a profile has to say; those that end in `_s` are seconds."""
+_HERE = files("ludic.plan")
+_SHIPPED = _HERE / "profiles"
+FIGURES: dict[str, str] = json.loads((_HERE / "figures.json").read_text(encoding="utf-8"))
+"""What a profile has to say, and what each figure is; those that end in `_s` are seconds."""
 _BY_FLOPS = ("decode_row_s", "decode_crowd_s", "pass_flop_s")
 _BY_MEMORY = (
     *("decode_weight_s", "decode_width_s", "decode_cache_s", "decode_adapter_s"),
@@ -190,7 +148,7 @@ def fit(rows: Sequence[Measured], given: Mapping[str, float] | None = None) -> d
     return {name: float(value) for name, value in zip(names, found / scale, strict=True)}
 
 
-_FACTS = json.loads((files("ludic.plan") / "shapes.json").read_text(encoding="utf-8"))
+_FACTS = json.loads((_HERE / "shapes.json").read_text(encoding="utf-8"))
 
 
 def shape_named(model: str) -> ModelShape:

@@ -50,7 +50,9 @@ def clean_json(value: Any) -> Any:
         return clean_text(value)
     if isinstance(value, dict):
         return {
-            clean_text(key): item if type(item) in _NUMBERS else clean_json(item)
+            key if key.isascii() else clean_text(key): (
+                item if type(item) in _NUMBERS else clean_json(item)
+            )
             for key, item in value.items()
         }
     if isinstance(value, list):

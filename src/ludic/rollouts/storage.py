@@ -185,11 +185,11 @@ def _stored_json(stored: StoredRollout) -> bytes:
     """What `to_json` returns. Numbers that came in arrays are not read back to see that they
     survive JSON, which takes longer than all the rest: whoever made the arrays has checked them."""
     traces = [step.trace for step in stored.rollout.agent_steps if step.trace is not None]
-    numbers: list[object] = [
+    numbers: Iterator[object] = (
         values
         for t in traces
         for values in (t.prompt_token_ids, t.completion_token_ids, t.completion_logprobs)
-    ]
+    )
     if all(values is None or type(values) is Numbers for values in numbers):
         rest = [(trace.version_spans, trace.kept_token_ids) for trace in traces]
         bare = with_traces(stored.rollout, lambda _: None)

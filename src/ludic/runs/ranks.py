@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ludic.errors import ConfigError
 from ludic.inference.client import ChatClient
 from ludic.plumbing.precision import float32_products
-from ludic.runs.deadlines import newest_published_s
 from ludic.runs.interruption import interruptible
 from ludic.runs.model import check_device, precision_of
 from ludic.runs.settings import RunConfig
+from ludic.runs.settings.deadlines import newest_published_s
 from ludic.runs.storage import RunFolder
 from ludic.sharding.ranks import Launched, launched
 from ludic.sharding.weights import whole

@@ -32,12 +32,12 @@ from ludic.inference.client import ChatClient
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
 from ludic.memory.plan import Plan
 from ludic.plumbing.precision import sampling_dtype
-from ludic.runs.deadlines import server_return_s
 from ludic.runs.memory import server_shares_gpu, share_of_server, snapshots_fit
 from ludic.runs.model import check_device, precision_of
 from ludic.runs.results.terminal import say
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
+from ludic.runs.settings.deadlines import server_return_s
 from ludic.runs.settings.inference import InferenceSection
 from ludic.sharding.ranks import launched
 from ludic.sharding.weights import plain_name

@@ -333,7 +333,7 @@ def _make_items(rows: Sequence[_Row]) -> list[SAWItem]:
 
 def _joined(parts: Sequence[Sequence[float]], dtype: type[N]) -> NDArray[N]:
     """All their numbers, end to end."""
-    arrays = [part.array for part in parts if isinstance(part, Numbers)]
+    arrays = [part.array for part in parts if type(part) is Numbers]
     if arrays and len(arrays) == len(parts):
         return np.concatenate(arrays, dtype=dtype, casting="same_kind")
     return np.fromiter(chain.from_iterable(parts), dtype, sum(map(len, parts)))

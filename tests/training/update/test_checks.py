@@ -69,6 +69,26 @@ def test_rows_that_share_differ_in_their_ends_and_one_of_them_comes_last_twice(
     assert bool((another[15:] != last[15:]).all())
 
 
+def test_one_log_prob_that_another_rows_end_changes_is_enough_to_share_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, shared = Policy(tiny_model()), list[MicroBatch]()
+    score = policy.score
+
+    def leaking(micro: MicroBatch, *args: Any, **kwargs: Any) -> Any:
+        scored = score(micro, *args, **kwargs)
+        if micro.lengths == (20, 5):
+            shared.append(micro)
+            scored.logprobs[19] += float(len(shared) == 2)  # the first of the second row
+        return scored
+
+    monkeypatch.setattr(policy, "score", leaking)
+    check_packing(policy, CPU)
+    assert len(shared) == 2
+    assert policy.packs
+    assert not policy.shares
+
+
 @pytest.mark.parametrize(
     ("window", "longest", "lengths"),
     [

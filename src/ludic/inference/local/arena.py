@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -46,8 +47,7 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Tenant:
+class Tenant(msgspec.Struct, eq=False, kw_only=True):
     """Whoever has a slot: where it is, and how many tokens are computed there."""
 
     arena: Arena | None = None

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import field
 from numpy.typing import NDArray
 
 from ludic.inference.local.arena import Tenant
 from ludic.inference.local.prefix_store import PACKED
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.plumbing.records import changed
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
 
 Deliver = Callable[[ChatResponse | BaseException], None]
+_NONE = np.empty(0, PACKED)
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Sequence(Tenant):
+class Sequence(Tenant, eq=False, kw_only=True):
     """`tokens` is prompt and completion; the first `computed` of them are in the slot.
 
     Sampling appends a token, so a running sequence always has one token that is not computed yet.
@@ -42,13 +43,13 @@ class Sequence(Tenant):
     versions: list[tuple[int, int]] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
-    tokens: list[int] = field(init=False)
-    prompt_len: int = field(init=False)
-    prompt: NDArray[np.uint32] = field(init=False)
+    tokens: list[int] = field(default_factory=list)
+    prompt_len: int = 0
+    prompt: NDArray[np.uint32] = _NONE
     """The tokens that it came with, as an array, for finding a common beginning quickly."""
-    is_special: bool = field(init=False)
+    is_special: bool = False
     """Whether its distribution needs more than a temperature."""
-    is_plain: bool = field(init=False)
+    is_plain: bool = False
     """Whether a draw from the scaled logits is all that it needs."""
     started: bool = False
     cancelled: bool = False
@@ -120,16 +121,20 @@ class Sequence(Tenant):
         """The finished sequence as what the client returns."""
         ends = [start for start, _ in self.versions[1:]] + [self.generated]
         spans = tuple(
-            VersionSpan(start, end, version)
-            for (start, version), end in zip(self.versions, ends, strict=True)
+            [
+                VersionSpan(start, end, v)
+                for (start, v), end in zip(self.versions, ends, strict=True)
+            ]
         )
         trace = TokenTrace(
-            prompt_token_ids=self.prompt_token_ids,
+            (),
             completion_token_ids=tuple(self.completion),
             completion_logprobs=tuple(self.logprobs) if self.returns.logprobs else None,
             version_spans=spans,
             kept_token_ids=tuple(self.kept) if self.returns.kept_ids else None,
         )
+        # The prompt was checked when the request came.
+        trace = changed(trace, prompt_token_ids=self.prompt_token_ids)
         if self.returns.prompt_logprobs:
             info["prompt_logprobs"] = list(self.prompt_logprobs)
         assert self.finished is not None

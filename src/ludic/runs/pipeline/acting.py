@@ -19,12 +19,12 @@ from ludic.interaction import Runtime
 from ludic.pipeline.actor import Accepts, ActorConfig, ActorReport, only, run_pipeline_actor
 from ludic.runs import episodes
 from ludic.runs.check_episodes import check_programs
-from ludic.runs.deadlines import newest_published_s, server_return_s
 from ludic.runs.locate import read_run
 from ludic.runs.pipeline.address import find_pipeline, section_of
 from ludic.runs.pipeline.roster import Roster
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
+from ludic.runs.settings.deadlines import newest_published_s, server_return_s
 from ludic.runs.settings.paths import earlier_run
 from ludic.runs.storage import RunFolder
 from ludic.seeding import derive_seed

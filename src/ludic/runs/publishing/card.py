@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,19 +22,7 @@ from ludic.runs.results.terminal import outcomes_of, read_curve
 from ludic.runs.settings import check_run
 from ludic.runs.storage import EVALUATIONS, RunFolder
 
-_LOAD_MODEL = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{repo}"{revision})
-tokenizer = AutoTokenizer.from_pretrained("{repo}"{revision})
-"""
-_LOAD_ADAPTER = """\
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-
-model = AutoPeftModelForCausalLM.from_pretrained("{repo}"{revision})
-tokenizer = AutoTokenizer.from_pretrained("{repo}"{revision})
-"""
+_TEMPLATE = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
 
 
 def model_card(
@@ -46,109 +35,38 @@ def model_card(
     checkpoint: str | None = None,
 ) -> str:
     """Returns a README for the hub. Without a run it says only how to load the model."""
-    base = base_model or (facts.base_model if facts else None)
-    name = repo.partition("/")[2]
-    parts = [_front_matter(facts, base, adapter=adapter), f"# {name}"]
-    if facts is not None:
-        parts.append(_what(facts, base, adapter, checkpoint))
-    load = _LOAD_ADAPTER if adapter else _LOAD_MODEL
-    at = "" if revision == "main" else f', revision="{revision}"'
-    parts += ["## Use", "```python\n" + load.format(repo=repo, revision=at) + "```"]
-    if facts is not None:
-        parts += _figures(facts) + _settings(facts) + _versions(facts)
-    return "\n\n".join(parts) + "\n"
+    from jinja2 import Environment
+
+    environment = Environment(trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["json"] = partial(json.dumps, indent=2, ensure_ascii=False)
+    return environment.from_string(_TEMPLATE).render(
+        facts=facts,
+        repo=repo,
+        revision=revision,
+        adapter=adapter,
+        base=base_model or (facts.base_model if facts else None),
+        checkpoint=checkpoint,
+        evaluation=evaluation,
+    )
 
 
-def _front_matter(facts: RunFacts | None, base: str | None, *, adapter: bool) -> str:
-    library, relation = ("peft", "adapter") if adapter else ("transformers", "finetune")
-    lines = [f"library_name: {library}", "pipeline_tag: text-generation"]
-    if base is not None:
-        lines += [f"base_model: {base}", f"base_model_relation: {relation}"]
-    lines += ["tags:", "- ludic", "- reinforcement-learning"]
-    if facts is not None and facts.settings["training"]["steps"]:
-        lines.append(f"- {facts.settings['algorithm']['name']}")
-    return "\n".join(["---", *lines, "---"])
-
-
-def _what(facts: RunFacts, base: str | None, adapter: bool, checkpoint: str | None) -> str:
-    settings = facts.settings
-    kind = "A LoRA adapter for" if adapter else "Trained from"
-    model = f"`{base or settings['model']['name']}`"
-    how = []
-    if settings.get("sft"):
-        how.append(f"{settings['sft']['steps']} supervised updates")
-    if settings["training"]["steps"]:
-        how.append(f"{settings['training']['steps']} updates of `{settings['algorithm']['name']}`")
-    kinds = ", ".join(f"`{env['kind']}`" for env in settings["env"])
-    text = f"{kind} {model} by Ludic (`ludic-rl`): "
-    text += f"{', then '.join(how) or 'no updates'} on {kinds}, seed {settings['run']['seed']}."
-    if checkpoint is not None:
-        text += f" This is its checkpoint `{checkpoint}`."
-    return text
-
-
-def _figures(facts: RunFacts) -> list[str]:
-    parts = []
-    if facts.reports:
-        parts += ["## Evaluation", _evaluation(facts.reports)]
-    if facts.earlier:
-        parts.append("These figures are of the whole run; this checkpoint is an earlier one.")
-    rows = [f"| {name} | {value:,.4g} |" for name, value in facts.figures.items()]
-    if rows:
-        parts += ["## Training", "\n".join(["| | |", "|---|---|", *rows])]
-    if facts.warnings:
-        parts.append("\n".join(f"- **Warning:** {sentence}" for sentence in facts.warnings))
-    return parts
-
-
-def _evaluation(reports: Mapping[str, EvalReport]) -> str:
+def evaluation(reports: Mapping[str, EvalReport]) -> list[list[str]]:
+    """Returns the table of a run's figures, its heading first."""
     lead = headline_of(reports.values())
     others = (Headline("outcome", name) for name in outcomes_of(reports.values()))
     figures = dict.fromkeys([lead, *others, Headline("reward")])
-    columns = ["stage", "episodes", *(figure.name for figure in figures)]
-    rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    rows = [["stage", "episodes", *(figure.name for figure in figures)]]
     for stage, whole in reports.items():
         for part, report in whole.parts().items():
-            cells = [stage.replace("_", " ") + (f", {part}" if part else "")]
-            cells += [str(len(report.by_episode()))]
-            for figure in figures:
-                cells.append((percent if figure.is_rate else str)(figure.of(report)))
-            rows.append("| " + " | ".join(cells) + " |")
-    return "Held-out episodes, with 95 % intervals.\n\n" + "\n".join(rows)
+            name = stage.replace("_", " ") + (f", {part}" if part else "")
+            shown = ((percent if f.is_rate else str)(f.of(report)) for f in figures)
+            rows.append([name, str(len(report.by_episode())), *shown])
+    return rows
 
 
 def percent(rate: Estimate) -> str:
     """Returns a rate with its interval."""
     return f"{rate.value:.1%} [{rate.low:.1%}, {rate.high:.1%}]"
-
-
-def _settings(facts: RunFacts) -> list[str]:
-    data = [*facts.settings["env"], *facts.settings["eval"]["env"]]
-    rows = []
-    for env in data:
-        arguments = json.dumps(env.get("kwargs") or {}, ensure_ascii=False)
-        rows.append(f"- `{env['kind']}`" + (f" with `{arguments}`" if arguments != "{}" else ""))
-    chosen = json.dumps(facts.chosen(), indent=2, ensure_ascii=False)
-    return [
-        "## Data",
-        "\n".join(dict.fromkeys(rows)),
-        "## Settings",
-        "Those that are not the defaults; all of them are in `ludic_run.json`.",
-        f"```json\n{chosen}\n```",
-    ]
-
-
-def _versions(facts: RunFacts) -> list[str]:
-    origin = facts.origin
-    lines = [", ".join(f"{name} {version}" for name, version in origin.get("versions", {}).items())]
-    if origin.get("started"):
-        lines.append(f"Started on {str(origin['started'])[:10]}")
-    if origin.get("command"):
-        lines.append(f"Command: `{' '.join(origin['command'])}`")
-    if git := origin.get("git"):
-        lines.append(f"Commit {git['commit'][:12]}{', with changes' * bool(git['dirty'])}")
-    lines = [f"- {line}" for line in lines if line]
-    return ["## Versions", "\n".join(lines)] if lines else []
 
 
 _PRIVATE = {"servers", "server", "publish_address", "publish_port", "vllm_python", "folder"}
@@ -213,6 +131,26 @@ class RunFacts:
         usual = check_run({"env": {"kind": "usual"}}).plain()
         env = [{k: v for k, v in e.items() if v not in (None, {})} for e in self.settings["env"]]
         return {**_different(self.settings, usual), "env": env}
+
+    def data(self) -> list[str]:
+        """Returns a line for each environment."""
+        lines = []
+        for env in (*self.settings["env"], *self.settings["eval"]["env"]):
+            arguments = json.dumps(env.get("kwargs") or {}, ensure_ascii=False)
+            lines.append(f"- `{env['kind']}`" + f" with `{arguments}`" * (arguments != "{}"))
+        return list(dict.fromkeys(lines))
+
+    def versions(self) -> list[str]:
+        """Returns where the run came from: versions, date, command and commit."""
+        origin, packages = self.origin, self.origin.get("versions", {}).items()
+        lines = [", ".join(f"{name} {version}" for name, version in packages)]
+        if origin.get("started"):
+            lines.append(f"Started on {str(origin['started'])[:10]}")
+        if origin.get("command"):
+            lines.append(f"Command: `{' '.join(origin['command'])}`")
+        if git := origin.get("git"):
+            lines.append(f"Commit {git['commit'][:12]}{', with changes' * bool(git['dirty'])}")
+        return [line for line in lines if line]
 
 
 def hub_name(name: str) -> str | None:

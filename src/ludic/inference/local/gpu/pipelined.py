@@ -107,7 +107,8 @@ class PipelinedScheduler(Scheduler):
             yield
             return
         with torch.cuda.device(self.batch.device):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            # First: a trainer beside it has long kernels, behind which a step would queue.
+            stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.default_stream())
             with torch.cuda.stream(stream):
                 yield

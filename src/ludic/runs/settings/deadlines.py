@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ludic.distributed.deadlines import SLACK_S, longest_publish_s
 from ludic.launch.supervisor import LONGEST_PAUSE_S
-from ludic.runs.settings import RunConfig
+from ludic.runs.settings.run import RunConfig
 
 
 def server_return_s(config: RunConfig) -> float:
