@@ -192,7 +192,7 @@ def actor(
 async def follow(url: str, run: str, address: str, model: Any, tokenizer: Any) -> None:
     """An actor's part: takes each policy into an engine, and says when it had it."""
     store = Store(PipelineConfig(url, run))
-    fetcher = PolicyFetcher(store, address=address)
+    fetcher = PolicyFetcher(store.config, address=address)
     last = 0
     async with LocalChatClient(model, tokenizer, max_slots=4, max_context_tokens=256) as client:
         print("ready", flush=True)

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ludic.distributed import AdapterWeights
+from ludic.distributed.shared_folders import is_abandoned
 from ludic.distributed.vllm.adapter_payload import AdapterFolders
 from ludic.distributed.vllm.adapter_weights import adapter_config, ranks
-from ludic.distributed.vllm.shared_memory import is_abandoned
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
 from ludic.runs.vllm_backend import save_for_vllm

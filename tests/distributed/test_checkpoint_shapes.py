@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from ludic.distributed.differences import encode_all
 from ludic.distributed.in_vllm.served_model import checkpoint_shapes
+from ludic.distributed.shared_folders import shared_folder
 from ludic.distributed.vllm.checksums import receipt
-from ludic.distributed.vllm.shared_memory import shared_folder, write_shared
+from ludic.distributed.vllm.shared_memory import write_shared
 from ludic.errors import PublishError
 
 RIGHT = {"a": torch.ones(3, 4), "b": torch.ones(5)}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 from msgspec.structs import replace
 
-from ludic.distributed import BroadcastPolicyPublisher, ModelWeights
+from ludic.distributed import BroadcastPolicyPublisher, ModelWeights, engine_server
 from ludic.distributed.engine_server import EngineServer
+from ludic.distributed.vllm.placement import Place
 from ludic.errors import InferenceError, RequestRejectedError
 from ludic.inference.local import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
@@ -64,6 +66,18 @@ async def test_a_publish_reaches_it_with_receipt_and_canary(
     assert [span.version for span in trace.version_spans] == [7]
     assert trace.completion_logprobs == pytest.approx(scored(newer, trace), abs=1e-4)
     assert await client.get_policy_version() == 7
+
+
+async def test_the_library_has_a_server_of_another_host_fetch_the_weights_and_says_why(
+    client: VLLMChatClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = SimpleNamespace(of=lambda _: Place("another host"))
+    monkeypatch.setattr(engine_server, "Place", elsewhere)
+    publisher = BroadcastPolicyPublisher(client, **PATIENT)
+    report = await publisher.publish(ModelWeights(tiny_model(5)), 7)
+    assert (report.details["plane"], report.verified) == ("http", True)
+    assert publisher.choice is not None
+    assert "the trainer's weights are not on a GPU" in publisher.choice.why
 
 
 async def test_versions_may_go_back_for_another_trainer(url: str, client: VLLMChatClient) -> None:

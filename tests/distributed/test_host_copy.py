@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ludic.distributed import shared_folders
 from ludic.distributed.differences import encode_all
 from ludic.distributed.host_copy import HostCopy
-from ludic.distributed.vllm import shared_memory
+from ludic.distributed.shared_folders import OwnedFolder
 from ludic.distributed.vllm.checksums import receipt
-from ludic.distributed.vllm.shared_memory import OwnedFolder, write_shared
+from ludic.distributed.vllm.shared_memory import write_shared
 from ludic.distributed.weights_file import fill_file, layout_of, make_file, map_file
 from ludic.errors import DeadlineError, PublishError
 
@@ -33,8 +34,8 @@ OTHER = """
 import os, signal, sys, torch
 from pathlib import Path
 from ludic.distributed import host_copy
-from ludic.distributed.vllm import shared_memory
-shared_memory.shared_folder = lambda: Path(sys.argv[1])
+from ludic.distributed import shared_folders
+shared_folders.shared_folder = lambda: Path(sys.argv[1])
 copy = host_copy.HostCopy(sys.argv[2])
 if sys.argv[3] == "die":
     host_copy.apply_all = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -47,7 +48,7 @@ sys.stdin.readline()
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands for /dev/shm."""
-    monkeypatch.setattr(shared_memory, "shared_folder", lambda: tmp_path)
+    monkeypatch.setattr(shared_folders, "shared_folder", lambda: tmp_path)
     return tmp_path
 
 

@@ -28,12 +28,12 @@ FAR_CPU, FAR_GPU, FAR_GPU_2 = Place("there"), Place("there", "GPU-8"), Place("th
         (GPU, [FAR_GPU], "nccl"),
         (GPU, [FAR_GPU, FAR_GPU_2], "nccl"),
         (GPU, [OTHER_GPU, FAR_GPU], "nccl"),
-        (GPU, [GPU, FAR_GPU], "gloo"),  # NCCL takes no GPU twice
-        (GPU, [FAR_GPU, FAR_GPU], "gloo"),
-        (GPU, [CONTAINER], "gloo"),
-        (GPU, [FAR_CPU], "gloo"),
-        (CPU, [FAR_GPU], "gloo"),
-        (CPU, [FAR_CPU], "gloo"),
+        (GPU, [GPU, FAR_GPU], "http"),  # NCCL takes no GPU twice
+        (GPU, [FAR_GPU, FAR_GPU], "http"),
+        (GPU, [CONTAINER], "http"),
+        (GPU, [FAR_CPU], "http"),
+        (CPU, [FAR_GPU], "http"),
+        (CPU, [FAR_CPU], "http"),
     ],
 )
 def test_the_plane_follows_from_the_places(
@@ -42,6 +42,21 @@ def test_the_plane_follows_from_the_places(
     choice = choose_plane(trainer, workers)
     assert (choice.plane, bool(choice.why)) == (plane, True)
     assert choose_plane(trainer, workers, named=choice.plane).plane == plane  # no objection
+
+
+@pytest.mark.parametrize(
+    ("trainer", "workers", "why"),
+    [
+        (CPU, [FAR_CPU], "the trainer's weights are not on a GPU"),
+        (GPU, [FAR_GPU, FAR_CPU], "1 of 2 workers have no GPU"),
+        (GPU, [FAR_GPU, FAR_GPU], "two processes share a GPU, which NCCL refuses"),
+    ],
+)
+def test_http_is_chosen_with_the_reason_why_it_is_not_nccl(
+    trainer: Place, workers: list[Place], why: str
+) -> None:
+    said = choose_plane(trainer, workers).why
+    assert said == f"a worker is on another host, and NCCL is not possible: {why}"
 
 
 @pytest.mark.parametrize(
@@ -56,9 +71,9 @@ def test_weights_of_several_ranks_are_in_memory_and_not_on_a_gpu(worker: Place, 
     [
         ("ipc", CPU, [CPU], 'the trainer\'s weights are not on a GPU; "shared_memory" can'),
         ("ipc", GPU, [GPU, OTHER_GPU], "1 of 2 workers are not on the trainer's GPU"),
-        ("ipc", GPU, [CONTAINER], '1 of 1 workers are in another container; "gloo" can'),
+        ("ipc", GPU, [CONTAINER], '1 of 1 workers are in another container; "http" can'),
         ("shared_memory", GPU, [GPU, FAR_GPU], "1 of 2 workers do not see this host's shared"),
-        ("nccl", CPU, [FAR_GPU], 'the trainer\'s weights are not on a GPU; "gloo" can'),
+        ("nccl", CPU, [FAR_GPU], 'the trainer\'s weights are not on a GPU; "http" can'),
         ("nccl", GPU, [FAR_CPU], "1 of 1 workers have no GPU"),
         ("nccl", GPU, [GPU], 'two processes share a GPU, which NCCL refuses; "ipc" can'),
     ],
@@ -80,7 +95,7 @@ def test_ipc_by_name_is_refused_for_weights_in_the_hosts_memory() -> None:
 def test_a_guess_refuses_nothing_that_was_named() -> None:
     guess = Place("elsewhere", None, guessed=True)
     assert choose_plane(GPU, [guess], named="nccl").plane == "nccl"
-    assert choose_plane(GPU, [guess]).plane == "gloo"
+    assert choose_plane(GPU, [guess]).plane == "http"
 
 
 def test_two_processes_of_one_machine_name_the_same_memory() -> None:

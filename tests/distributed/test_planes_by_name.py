@@ -7,13 +7,15 @@ import json
 import subprocess
 import sys
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 
 from ludic.distributed import BroadcastPolicyPublisher, Snapshot
+from ludic.distributed.vllm import planes
 from ludic.distributed.vllm.placement import Place
-from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane, open_plane
+from ludic.distributed.vllm.planes import BroadcastPlane, HTTPPlane, SharedMemoryPlane, open_plane
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from tests.inference.vllm.fake_server import FakeVLLM
@@ -52,8 +54,22 @@ async def test_a_broadcast_by_name_listens_where_the_servers_reach_it() -> None:
     assert (plane.backend, plane.host, plane.device) == ("gloo", "127.0.0.1", CPU)
     assert choice.why == "it was named"
     plane, choice = await at({"memory": "elsewhere"}, host="127.0.0.3", port=4)
-    assert (plane.host, plane._wanted_port) == ("127.0.0.3", 4)
-    assert choice.why == "a worker is on another host, and the trainer's weights are not on a GPU"
+    assert (plane.name, plane.host, plane.port) == ("http", "127.0.0.3", 4)
+    assert choice.why.endswith("NCCL is not possible: the trainer's weights are not on a GPU")
+
+
+async def test_beside_a_server_on_loopback_one_elsewhere_reaches_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = {"127.0.0.1": "127.0.0.1", "localhost": "10.0.0.3"}  # as if that were another machine
+    monkeypatch.setattr(planes, "own_address", lambda url: seen[urlsplit(url).hostname or ""])
+    server = FakeVLLM(faults={"/collective_rpc": lambda _: {"results": [{"memory": "elsewhere"}]}})
+    async with server.serving() as fake:
+        urls = [fake.url, fake.url.replace("127.0.0.1", "localhost")]
+        async with VLLMChatClient(urls, model="tiny") as client:
+            plane, _ = await open_plane(client, CPU)
+    assert isinstance(plane, HTTPPlane)
+    assert plane.host == "10.0.0.3"
 
 
 async def test_auto_asks_the_workers_and_not_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.shared_folders import shared_folder
 from ludic.distributed.vllm import canary, checksums, weights_payload
 from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.distributed.vllm.delivery import PublishTimes, together
 from ludic.distributed.vllm.planes import SharedMemoryPlane, Shipment
-from ludic.distributed.vllm.shared_memory import shared_folder
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient

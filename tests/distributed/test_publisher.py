@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.shared_folders import shared_folder
 from ludic.distributed.vllm.canary import MismatchBudget, canary_tokens
 from ludic.distributed.vllm.planes import (
     BroadcastGroup,
@@ -22,7 +23,7 @@ from ludic.distributed.vllm.planes import (
     IPCPlane,
     SharedMemoryPlane,
 )
-from ludic.distributed.vllm.shared_memory import open_shared, shared_folder, write_shared
+from ludic.distributed.vllm.shared_memory import open_shared, write_shared
 from ludic.errors import ConfigError, DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient

@@ -14,8 +14,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from ludic.distributed import shared_folders
+from ludic.distributed.shared_folders import SharedFolder
 from ludic.distributed.vllm import shared_memory
-from ludic.distributed.vllm.shared_memory import SharedFolder, write_shared
+from ludic.distributed.vllm.shared_memory import write_shared
 from ludic.errors import PublishError
 
 WEIGHTS = {"a": torch.ones(1024, 1024)}  # 4 MiB
@@ -23,8 +25,9 @@ WEIGHTS = {"a": torch.ones(1024, 1024)}  # 4 MiB
 OTHER = """
 import sys, time, torch
 from pathlib import Path
+from ludic.distributed import shared_folders
 from ludic.distributed.vllm import shared_memory
-shared_memory.shared_folder = lambda: Path(sys.argv[1])
+shared_folders.shared_folder = lambda: Path(sys.argv[1])
 path, folder = shared_memory.write_shared({"a": torch.ones(9)})
 print(path, flush=True)
 time.sleep(300)
@@ -34,7 +37,7 @@ time.sleep(300)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands for /dev/shm."""
-    monkeypatch.setattr(shared_memory, "shared_folder", lambda: tmp_path)
+    monkeypatch.setattr(shared_folders, "shared_folder", lambda: tmp_path)
     return tmp_path
 
 
@@ -119,3 +122,13 @@ def test_a_process_that_ends_by_itself_leaves_nothing(folder: Path) -> None:
     code = OTHER.replace("time.sleep(300)", "")
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True)
     assert not list(folder.iterdir())
+
+
+def test_who_lets_go_late_does_not_remove_what_others_made_in_its_place() -> None:
+    late = SharedFolder("some")
+    shutil.rmtree(late.path)  # by hand
+    others = SharedFolder("some")
+    late.close()
+    assert others.path.is_dir()
+    others.close()
+    assert not others.path.exists()

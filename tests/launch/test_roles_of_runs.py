@@ -50,7 +50,7 @@ def test_a_server_registers_and_listens_where_it_is_placed() -> None:
     assert role.gpus == 4.0
     command = " ".join(role.command)
     assert "serve --register /shared/run --name server-1 " in command
-    assert "--host {address} --port {port}" in command
+    assert "--host {address} --port {port} --pass-on {address}" in command
 
 
 def test_no_role_has_a_secret_in_what_an_engine_records() -> None:

@@ -8,22 +8,20 @@ import json
 import sys
 from pathlib import Path
 
-from ludic.distributed import weights_http
-from ludic.pipeline import weights_fetcher
+from ludic.distributed import piece_fetcher, weights_http
 from ludic.pipeline.policies import StoredPolicy
-from ludic.pipeline.store import PipelineConfig, Store
+from ludic.pipeline.store import PipelineConfig
+from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.plumbing import files
 
 PIECE = 1 << 16
 
 
 def main() -> None:
-    for module in (files, weights_http, weights_fetcher):
+    for module in (files, weights_http, piece_fetcher):
         module.PIECE = PIECE  # type: ignore[attr-defined]
     url, run, folder, address, policy = sys.argv[1:]
-    fetcher = weights_fetcher.PolicyFetcher(
-        Store(PipelineConfig(url, run)), Path(folder), address=address
-    )
+    fetcher = PolicyFetcher(PipelineConfig(url, run), Path(folder), address=address)
     here = fetcher.fetch(StoredPolicy(**json.loads(policy)))
     print(files.file_checksum(Path(here.path)), flush=True)
     sys.stdin.read()

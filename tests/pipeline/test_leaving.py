@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic.distributed.vllm.shared_memory import OwnedFolder, shared_folder
+from ludic.distributed.shared_folders import OwnedFolder, shared_folder
 from ludic.errors import PipelineError
 from ludic.launch import supervisor
 from ludic.pipeline import LocalRedis, PipelineConfig

@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 import torch
 
+from ludic.distributed import BroadcastPolicyPublisher, ModelWeights
 from ludic.errors import ConfigError
+from ludic.inference.tiny import tiny_model
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.pipeline.local_redis import LocalRedis
 from ludic.pipeline.policies import StoredPolicy
 from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.plumbing.files import file_checksum
 from ludic.runs.locate import read_run
 from ludic.runs.pipeline.address import URL_VARIABLE
+from ludic.runs.pipeline.status import process_rows, read_status
 from ludic.runs.pipeline.training import RunPipeline
+from tests.distributed.test_engine_server import KEY, served
+from tests.inference.vllm.asking import PATIENT
 
 pytestmark = pytest.mark.redis
 
@@ -42,12 +48,35 @@ async def test_a_run_on_a_redis_of_its_own_choice_serves_its_policies(
         store = pipeline.lease.store
         policy = StoredPolicy.read(store.run("beat", "actor", "{}")[0])
         elsewhere = replace(policy, path="/on/another/host")
-        fetcher = PolicyFetcher(store, tmp_path / "cache")
+        fetcher = PolicyFetcher(store.config, tmp_path / "cache")
         try:
             assert file_checksum(Path(fetcher.fetch(elsewhere).path)) == policy.checksum
         finally:
             fetcher.close()
         assert policy.key not in repr(policy)
+
+
+async def test_redis_names_the_address_from_which_servers_fetch_and_not_the_key(
+    server: LocalRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(URL_VARIABLE, server.url)
+    async with (
+        make_pipeline(tmp_path / "run") as pipeline,
+        served() as url,
+        VLLMChatClient(url, model="tiny", api_key=KEY) as client,
+    ):
+        inner = BroadcastPolicyPublisher(client, plane="http", **PATIENT)
+        publisher = pipeline.publisher(inner)
+        await publisher.publish(ModelWeights(tiny_model(5)), 3)
+        await publisher.settle()
+        pipeline.lease._tell_facts()  # as it does every few seconds
+        status = read_status(pipeline.lease.store)
+        payload: Any = inner.payload
+        plane = payload.plane
+        assert status.trainer["weights_at"] == plane.url != ""
+        assert plane._server.key not in str(pipeline.lease.store.facts()["meta"])
+        assert f"weights at {plane.url}" in str(process_rows(status)[0])
+        plane.close()
 
 
 async def test_an_address_of_another_machine_is_refused_before_anything_starts(

@@ -224,6 +224,8 @@ def test_the_key_is_drawn_once_and_for_this_user(config: RunConfig, tmp_path: Pa
         (["--register", "RUN", "--host", "10.0.0.1"], "without a key"),
         (["--register", "tic-tac-toe"], "which of its runs"),
         (["--register", "RUN", "--engine", "local", "--max-num-seqs", "3"], "from the run"),
+        (["--register", "RUN", "--pass-on", "192.0.2.1"], "an address of this machine"),
+        (["tiny", "--pass-on", "0.0.0.0"], "--pass-on='0.0.0.0' names no machine"),
     ],
 )
 def test_serve_says_what_is_missing(

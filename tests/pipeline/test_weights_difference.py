@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ludic.pipeline.policies import PolicyFolder, StoredPolicy
-from ludic.pipeline.store import Store
+from ludic.pipeline.store import PipelineConfig
 from ludic.pipeline.weights_difference import DifferenceServer
 from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.plumbing.files import file_checksum
@@ -42,8 +42,8 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 
 
 @pytest.fixture
-def host(store: Store, tmp_path: Path) -> Iterator[PolicyFetcher]:
-    fetcher = PolicyFetcher(store, tmp_path / "host")
+def host(config: PipelineConfig, tmp_path: Path) -> Iterator[PolicyFetcher]:
+    fetcher = PolicyFetcher(config, tmp_path / "host")
     yield fetcher
     fetcher.close()
 
@@ -58,8 +58,9 @@ def test_a_host_that_has_the_policy_before_fetches_what_changed(
         assert file_checksum(Path(here.path)) == policy.checksum
         assert 0 < trainer.server.sent - before < 2000
     assert sorted(path.suffix for path in trainer.folder.path.iterdir()) == [".safetensors"] * 2
-    left = sorted(path.suffix for path in host.cache.path.iterdir())
-    assert left == [".lock"] * 3 + [".safetensors"] * 2  # one lock is that of the cache
+    assert host._cache is not None
+    left = sorted(path.suffix for path in host._cache.path.iterdir())
+    assert left == ["", ".lock", ".lock", ".safetensors", ".safetensors"]  # one is the cache's lock
 
 
 def test_a_host_that_missed_a_policy_fetches_the_whole_one(

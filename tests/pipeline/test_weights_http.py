@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from ludic.distributed import weights_http
-from ludic.distributed.weights_http import PolicyServer, SourceError, get, listening_address
+from ludic.distributed import piece_fetcher, shared_folders, weights_http
+from ludic.distributed.addresses import listening_address
+from ludic.distributed.patience import Patience
+from ludic.distributed.piece_fetcher import NotComingError
+from ludic.distributed.weights_http import PolicyServer, SourceError, get
 from ludic.errors import ConfigError, PublishError
-from ludic.pipeline import weights_fetcher
 from ludic.pipeline.policies import PolicyFolder, StoredPolicy, file_in_kernel
-from ludic.pipeline.policy_cache import CACHES
-from ludic.pipeline.store import PipelineConfig, Store
-from ludic.pipeline.weights_fetcher import NotComingError, Patience, PolicyFetcher
+from ludic.pipeline.store import PipelineConfig
+from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.plumbing import files
 from ludic.plumbing.files import file_checksum
 from tests.pipeline.test_batch_source import acting, announced, until
@@ -41,7 +40,7 @@ PATIENT = Patience(deadline_s=60.0, silence_s=20.0, piece_s=60.0)
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (files, weights_http, weights_fetcher):
+    for module in (files, weights_http, piece_fetcher):
         monkeypatch.setattr(module, "PIECE", PIECE)
 
 
@@ -65,12 +64,12 @@ def policy(weights: Path, trainer: PolicyServer) -> StoredPolicy:
 
 
 @pytest.fixture
-def host(store: Store, tmp_path: Path) -> Iterator[Callable[..., PolicyFetcher]]:
+def host(config: PipelineConfig, tmp_path: Path) -> Iterator[Callable[..., PolicyFetcher]]:
     """Makes hosts, each with a cache of its own."""
     fetchers: list[PolicyFetcher] = []
 
     def make(name: str, patience: Patience = PATIENT, **options: object) -> PolicyFetcher:
-        fetcher = PolicyFetcher(store, tmp_path / name, patience=patience, **options)  # type: ignore[arg-type]
+        fetcher = PolicyFetcher(config, tmp_path / name, patience=patience, **options)  # type: ignore[arg-type]
         fetchers.append(fetcher)
         return fetcher
 
@@ -80,13 +79,24 @@ def host(store: Store, tmp_path: Path) -> Iterator[Callable[..., PolicyFetcher]]
 
 
 class Broken:
-    """A source that answers every piece in its own way, and counts them."""
+    """A host of which the trainer believes that it has the whole policy. It has its manifest,
+    answers every piece in its own way, and counts them."""
 
-    def __init__(self, answer: Callable[[socket.socket, int], None]) -> None:
+    def __init__(
+        self,
+        trainer: PolicyServer,
+        policy: StoredPolicy,
+        answer: Callable[[socket.socket, int], None],
+    ) -> None:
         self.asked = 0
         self._answer = answer
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        with trainer.opened(policy.checksum) as opened:
+            assert opened is not None
+            self._manifest = opened[0].manifest()
+            says = {"address": self.url, "digits": "1111", "left_out": [], "wanted": []}
+            trainer.share(opened[0], says)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -101,7 +111,7 @@ class Broken:
         with link:
             request = link.recv(65536).decode()
             if "/pieces " in request:
-                link.sendall(b"HTTP/1.1 404 no\r\nContent-Length: 0\r\n\r\n")
+                link.sendall(head(len(self._manifest)) + self._manifest)
                 return
             self.asked += 1
             first, last = request.split("bytes=")[1].split("\r\n")[0].split("-")
@@ -121,10 +131,6 @@ def wrong_bytes(link: socket.socket, size: int) -> None:
 
 def dies_halfway(link: socket.socket, size: int) -> None:
     link.sendall(head(size) + bytes(size // 2))
-
-
-def register(store: Store, url: str, policy: StoredPolicy, digits: str = "1111") -> None:
-    store.run("share", policy.checksum, url, digits, 15_000, "")
 
 
 def test_a_policy_arrives_as_it_is(
@@ -164,7 +170,20 @@ def test_each_piece_leaves_the_trainer_once_however_many_hosts_there_are(
         arrived = list(threads.map(lambda one: one.fetch(policy), hosts))
     assert all(file_checksum(Path(here.path)) == policy.checksum for here in arrived)
     assert trainer.sent == SIZE
-    assert sum(one.server.sent for one in hosts if one.server is not None) == 3 * SIZE
+    servers = [one.pieces.server for one in hosts]
+    assert sum(server.sent for server in servers if server is not None) == 3 * SIZE
+
+
+def test_a_host_that_ends_takes_itself_off_the_trainers_list(
+    host: Callable[..., PolicyFetcher], policy: StoredPolicy, trainer: PolicyServer
+) -> None:
+    one = host("a")
+    one.fetch(policy)
+    with trainer.opened(policy.checksum) as opened:
+        assert opened is not None
+        assert len(opened[0].hosts) == 1
+        one.close()
+        assert not opened[0].hosts
 
 
 def test_processes_of_one_host_fetch_once(
@@ -177,45 +196,37 @@ def test_processes_of_one_host_fetch_once(
     assert trainer.sent == SIZE
 
 
-def test_a_host_takes_from_another_after_the_trainer_has_gone(
-    host: Callable[..., PolicyFetcher], policy: StoredPolicy, trainer: PolicyServer
-) -> None:
-    host("a").fetch(policy)
-    trainer.close()
-    here = host("b").fetch(policy)
-    assert file_checksum(Path(here.path)) == policy.checksum
-
-
 @pytest.mark.parametrize("answer", [wrong_bytes, dies_halfway])
 def test_a_host_that_sends_wrong_bytes_or_dies_is_left_for_the_trainer(
     host: Callable[..., PolicyFetcher],
     policy: StoredPolicy,
-    store: Store,
+    trainer: PolicyServer,
     answer: Callable[[socket.socket, int], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with closing(Broken(answer)) as source:
-        register(store, source.url, policy)
+    with closing(Broken(trainer, policy, answer)) as source:
         here = host("a").fetch(policy)
     assert file_checksum(Path(here.path)) == policy.checksum
-    assert f"policy 7 is not taken from {source.url}" in caplog.text
+    assert f"nothing more of policy 7 is taken from {source.url}" in caplog.text
+    assert source.asked == 1
 
 
 def test_a_host_that_is_too_slow_is_left_for_the_trainer(
-    host: Callable[..., PolicyFetcher], policy: StoredPolicy, store: Store
+    host: Callable[..., PolicyFetcher], policy: StoredPolicy, trainer: PolicyServer
 ) -> None:
     ended = threading.Event()
 
     def drips(link: socket.socket, size: int) -> None:
         link.sendall(head(size))
-        while not ended.wait(0.05):
-            link.sendall(b"x")
+        with suppress(OSError):  # it is left
+            while not ended.wait(0.05):
+                link.sendall(b"x")
 
-    with closing(Broken(drips)) as source:
-        register(store, source.url, policy)
+    with closing(Broken(trainer, policy, drips)) as source:
         here = host("a", Patience(60.0, 20.0, piece_s=0.5)).fetch(policy)
         ended.set()
     assert file_checksum(Path(here.path)) == policy.checksum
+    assert source.asked == 1
 
 
 def test_a_trainer_that_sends_wrong_bytes_is_an_error_that_names_it_and_the_version(
@@ -240,46 +251,11 @@ def test_another_key_is_refused_at_once(
 def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_cause_and_may_be_mended(
     host: Callable[..., PolicyFetcher], policy: StoredPolicy, tmp_path: Path
 ) -> None:
-    (tmp_path / "a").write_text("no folder")
-    with pytest.raises(NotComingError, match=r"policy 7 from http://127.* into .*File exists"):
-        host("a").fetch(policy)
-    (tmp_path / "a").unlink()
-    host("a").fetch(policy)
-
-
-def test_a_cache_that_is_being_removed_is_not_held(
-    host: Callable[..., PolicyFetcher], policy: StoredPolicy, tmp_path: Path
-) -> None:
-    (tmp_path / "a").mkdir()
-    fetcher = host("a")
-    with (tmp_path / "a" / "users.lock").open("w") as leaving:
-        fcntl.flock(leaving, fcntl.LOCK_EX)
+    fetcher = host("missing/cache")
+    with pytest.raises(NotComingError, match=r"policy 7 from http://127.* into .*No such file"):
         fetcher.fetch(policy)
-        assert fetcher.cache._user is None
+    (tmp_path / "missing").mkdir()
     fetcher.fetch(policy)
-    assert fetcher.cache._user is not None
-
-
-def test_a_cache_that_was_removed_before_it_was_locked_is_made_again(
-    host: Callable[..., PolicyFetcher],
-    policy: StoredPolicy,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    flock, removed = fcntl.flock, list[int]()
-
-    def late(handle: int, how: int) -> None:
-        if not removed and how & fcntl.LOCK_SH:
-            removed.append(handle)
-            shutil.rmtree(tmp_path / "a")
-        flock(handle, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    fetcher = host("a")
-    fetcher.fetch(policy)
-    assert removed
-    assert fetcher.cache._user is not None
-    assert os.path.samestat(os.fstat(fetcher.cache._user), (tmp_path / "a" / "users.lock").stat())
 
 
 def test_a_policy_that_has_gone_comes_back_as_it_was(
@@ -344,34 +320,29 @@ def test_a_newer_policy_ends_a_fetch_that_does_not_get_on(
         arriving.result()
 
 
-def test_what_a_killed_process_left_is_not_fetched_again(
-    host: Callable[..., PolicyFetcher],
+def test_what_a_killed_process_left_is_not_fetched_again_and_another_runs_cache_goes(
+    config: PipelineConfig,
     policy: StoredPolicy,
     weights: Path,
     trainer: PolicyServer,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache = tmp_path / "a"
-    cache.mkdir()
+    monkeypatch.setattr(shared_folders, "shared_folder", lambda: tmp_path)
+    fetcher = PolicyFetcher(config, patience=PATIENT)
+    own, others = (tmp_path / f"ludic-publish-{name}" for name in (fetcher._cache_name, "others"))
+    for cache in (own, others):
+        cache.mkdir()
+        (cache / "lock").touch()
     part = bytearray(weights.read_bytes())
     part[:5] = b"wrong"
-    (cache / f"{policy.checksum}.part").write_bytes(part)
-    here = host("a").fetch(policy)
+    (own / f"{policy.checksum}.part").write_bytes(part)
+    here = fetcher.fetch(policy)
     assert file_checksum(Path(here.path)) == policy.checksum
     assert trainer.sent == PIECE
-
-
-def test_without_redis_a_host_fetches_for_itself(
-    config: PipelineConfig, policy: StoredPolicy, tmp_path: Path
-) -> None:
-    gone = Store(replace(config, url="redis://127.0.0.1:1/0"))
-    fetcher = PolicyFetcher(gone, tmp_path / "a", patience=PATIENT)
-    fetcher._address = None
-    try:
-        assert file_checksum(Path(fetcher.fetch(policy).path)) == policy.checksum
-    finally:
-        fetcher.close()
-        gone.close()
+    assert not others.exists()
+    fetcher.close()
+    assert not own.exists()
 
 
 def test_the_newest_policies_stay_in_the_cache_and_the_last_process_removes_it(
@@ -391,27 +362,6 @@ def test_the_newest_policies_stay_in_the_cache_and_the_last_process_removes_it(
     assert not (tmp_path / "a").exists()
 
 
-def test_the_caches_of_killed_processes_are_removed_by_the_next_run(
-    store: Store, policy: StoredPolicy, tmp_path: Path
-) -> None:
-    named = f"{CACHES}{os.getuid()}-"
-    left, used, others = (tmp_path / f"{named}{n}" for n in ("left", "used", "others"))
-    for folder in (left, used):
-        folder.mkdir()
-        (folder / "old.safetensors").write_bytes(b"old")
-        (folder / "users.lock").touch()
-    others.mkdir()  # just being made
-    elsewhere = replace(policy, path="/elsewhere")
-    with (used / "users.lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        fetcher = PolicyFetcher(store, tmp_path / f"{named}own", patience=PATIENT)
-        fetcher.fetch(elsewhere)
-        assert not left.exists()
-        assert used.exists()
-        assert others.exists()
-        fetcher.close()
-
-
 def test_a_request_for_another_path_or_range_gets_nothing(policy: StoredPolicy) -> None:
     for path, size, start, status in (
         ("/../etc/passwd", 10, 0, 404),
@@ -421,6 +371,24 @@ def test_a_request_for_another_path_or_range_gets_nothing(policy: StoredPolicy) 
         with pytest.raises(SourceError) as refused:
             get(policy.url, path, KEY, size, start, silence_s=20.0, until=float("inf"))
         assert refused.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("key", "body", "why"),
+    [
+        ("another", b"{}", "status 401"),
+        (KEY, bytes((1 << 20) + 1), "http"),  # refused, or cut off while it is sent
+        (KEY, b"no JSON", "http"),  # it hangs up
+        (KEY, b'{"address": "http://x"}', "http"),
+    ],
+)
+def test_what_is_no_host_s_word_gets_nothing_and_the_next_is_heard(
+    host: Callable[..., PolicyFetcher], policy: StoredPolicy, key: str, body: bytes, why: str
+) -> None:
+    asked = (policy.url, f"/{policy.checksum}/pieces", key, None)
+    with pytest.raises(SourceError, match=why):
+        get(*asked, silence_s=20.0, until=float("inf"), body=body)
+    assert file_checksum(Path(host("a").fetch(policy).path)) == policy.checksum
 
 
 @pytest.mark.parametrize(
@@ -446,7 +414,7 @@ def test_an_address_that_names_no_machine_is_refused() -> None:
 async def test_an_actor_goes_on_while_a_policy_is_on_its_way_and_takes_it_when_it_has_come(
     config: PipelineConfig, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_fetcher, "cache_folder", lambda config: tmp_path / "cache")
+    monkeypatch.setattr(shared_folders, "shared_folder", lambda: tmp_path)
     facts = PolicyFolder(tmp_path).write([("a", torch.ones(2))], attempt=1, version=1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

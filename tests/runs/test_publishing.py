@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ludic.distributed import BroadcastPolicyPublisher
-from ludic.distributed.vllm.placement import is_here, own_address
-from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane
+from ludic.distributed.addresses import is_here, own_address
+from ludic.distributed.vllm.planes import HTTPPlane, SharedMemoryPlane
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from ludic.runs import vllm_backend
@@ -40,10 +40,14 @@ async def test_a_server_that_does_not_say_is_found_by_its_address() -> None:
     assert isinstance(await chosen({"error": "unknown method"}), SharedMemoryPlane)
 
 
-async def test_a_server_elsewhere_gets_a_broadcast_from_an_address_that_it_reaches() -> None:
+async def test_a_server_elsewhere_fetches_from_an_address_that_it_reaches_and_a_run_says_why(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     plane = await chosen({"memory": "another host", "gpu": "GPU-0"})
-    assert isinstance(plane, BroadcastPlane)
-    assert (plane.backend, plane.host) == ("gloo", "127.0.0.1")
+    assert isinstance(plane, HTTPPlane)
+    assert plane.host == "127.0.0.1"
+    why = "a worker is on another host, and NCCL is not possible"
+    assert f"weights go to the servers over http: {why}" in capsys.readouterr().out
 
 
 async def test_what_the_run_says_goes_before_that() -> None:

@@ -24,7 +24,7 @@ from ludic.errors import DeadlineError, EngineClosedError, LudicError, PublishEr
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local.client import LocalChatClient
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
-from ludic.inference.vllm.flags import PLACE, RECEIPT
+from ludic.inference.vllm.flags import FETCH, PLACE, RECEIPT
 from ludic.inference.vllm.guard import OPEN, has_key
 from ludic.inference.vllm.wire import UNNAMED_VERSION
 from ludic.plumbing.model_parts import base_causal_lm
@@ -36,8 +36,9 @@ _LARGEST_BODY = 64 * 1024 * 1024
 
 class EngineServer:
     """Serves `client`, which samples from `model`, under the name `name`; with a `key`, to those
-    who have it. The engine counts updates, and `_names` has the trainer's names for them: those of
-    a resumed run may go back. All of it happens in one event loop, tensors in threads."""
+    who have it. It passes weights on to other machines from the address `pass_on`, if any. The
+    engine counts updates, and `_names` has the trainer's names for them: those of a resumed run may
+    go back. All of it happens in one event loop, tensors in threads."""
 
     def __init__(
         self,
@@ -47,13 +48,14 @@ class EngineServer:
         *,
         name: str,
         key: str | None = None,
+        pass_on: str | None = None,
     ) -> None:
         self._client, self._model, self._tokenizer = client, base_causal_lm(model), tokenizer
         self._name, self._key = name, key
         self._names, self._applied = [UNNAMED_VERSION], 0
         self._staged: dict[str, Tensor] = {}
         self._group: BroadcastGroup | None = None
-        self._fetched: FetchedWeights | None = None
+        self._fetched = FetchedWeights(pass_on)
         posts: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "/inference/v1/generate": self._generate,
             "/tokenize": self._tokenize,
@@ -147,6 +149,8 @@ class EngineServer:
     async def _call(self, body: Any) -> Any:
         if body["method"] == PLACE:
             return {"results": [asdict(Place.of(next(self._model.parameters()).device))]}
+        if body["method"] == FETCH:  # with the update: it samples while a thread takes that in
+            return {"results": [{"fetched": True}]}
         if body["method"] != RECEIPT:
             raise ValueError(f"this server's worker has no method {body['method']!r}")
         tensors = await asyncio.to_thread(receipt, self._staged.items())
@@ -160,7 +164,8 @@ class EngineServer:
         self._group = await asyncio.to_thread(BroadcastGroup, **invitation, rank=rank)
 
     async def _forget(self, _: Any) -> Any:
-        self._staged, self._fetched = {}, None
+        self._staged = {}
+        self._fetched.drop()
 
     async def _stage(self, body: Any) -> Any:
         tensors = await asyncio.to_thread(lambda: dict(self._arriving(body["update_info"])))
@@ -174,8 +179,7 @@ class EngineServer:
         if plane == "shared_memory":
             yield from open_shared(Path(update["path"]))
         elif plane == "http":
-            self._fetched = FetchedWeights(update["source"])  # others of this host find it there
-            yield from open_shared(self._fetched.path)
+            yield from open_shared(self._fetched.fetch(update["source"]))
         elif plane == "broadcast" and self._group is not None:
             for meta in update["tensors"]:
                 tensor = torch.empty(meta["shape"], dtype=getattr(torch, meta["dtype"]))
@@ -185,7 +189,8 @@ class EngineServer:
             raise PublishError(f"this server takes no weights over {plane!r}")
 
     async def _apply(self, body: Any) -> Any:
-        staged, self._staged, self._fetched = self._staged, {}, None
+        staged, self._staged = self._staged, {}
+        self._fetched.drop()
         if staged:
             # Named first: a request may end before `sync_weights` returns.
             name = str((body or {}).get("weight_version", UNNAMED_VERSION))

@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from ludic.distributed.differences import apply_all
+from ludic.distributed.shared_folders import SharedFolder
 from ludic.distributed.vllm.checksums import receipt
-from ludic.distributed.vllm.shared_memory import SharedFolder
 from ludic.distributed.weights_file import bytes_of, fill_file, layout_of, make_file, map_file
 from ludic.errors import PublishError
 

@@ -1,12 +1,10 @@
-"""Policies by HTTP, for hosts that do not share a folder with the trainer.
+"""Weights by HTTP, for hosts that do not share a folder with the trainer: the serving side.
 
-The trainer serves its files by their checksums. A host fetches a policy once, in pieces of 16 MiB,
-checks each, and serves those that it has while it fetches the others. Redis lists which host has
-which piece, and a host claims a piece before it asks the trainer for it: the trainer sends each
-piece once, however many hosts there are. Whatever is dead, slow or wrong is left out, and the
-trainer is asked instead.
+The trainer serves its files by their checksums, in pieces of 16 MiB; hosts serve the pieces that
+they have in the same way. The trainer knows which host has which piece, and a host claims a piece
+before it asks the trainer for it: each leaves the trainer once, however many hosts there are.
 
-A request is signed with the run's key, which itself never travels by HTTP.
+A request is signed with the run's key.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -35,25 +33,34 @@ from ludic.plumbing.files import PIECE, piece_digests
 
 _log = logging.getLogger("ludic.pipeline")
 MISSING, HAS, CLAIMED = b"012"
-_MAX_MANIFEST = 1 << 24
+_MAX_MANIFEST, _MAX_ASKED = 1 << 24, 1 << 20
 _MAX_CONNECTIONS = 256
+CLAIM_S = 5.0
+"""For how long a piece is left to the host that claimed it: 16 MiB at 27 Mbit/s."""
+_HOST_S = 600.0
+"""After this long without a word a host counts as gone."""
+_CONNECT_S = 3.0
 
 
-def _signature(key: str, path: str) -> str:
-    return "Ludic " + hmac.new(key.encode(), path.encode(), sha256).hexdigest()
+def _signature(key: str, path: str, body: bytes = b"") -> str:
+    return "Ludic " + hmac.new(key.encode(), path.encode() + body, sha256).hexdigest()
 
 
 @dataclass(slots=True)
 class PieceFile:
-    """An open file, and which of its pieces are there: a digit each, as in `scripts.lua`. It stays
-    readable when its name is removed. Whoever fetches writes a digit once the piece is in the file;
-    threads that serve read it."""
+    """An open file, and which of its pieces are there: a digit each, `0` missing, `1` there, `2`
+    claimed. It stays readable when its name is removed. Whoever fetches writes a digit once the
+    piece is in the file; threads that serve read it. `hosts` has the digits of others, by address,
+    and when they said so; `claims` has who claimed a piece last, and when. Both change under the
+    lock of the server."""
 
     handle: int
     size: int
     digests: list[bytes] = field(default_factory=list)
     digits: bytearray = field(default_factory=bytearray)
     used: float = field(default_factory=time.monotonic)
+    hosts: dict[str, tuple[float, bytes]] = field(default_factory=dict)
+    claims: dict[int, tuple[str, float]] = field(default_factory=dict)
     hashing: threading.Lock = field(default_factory=threading.Lock)
 
     def manifest(self) -> bytes:
@@ -100,9 +107,9 @@ class PolicyServer:
             self._http = _Listening((host, port), Handler)
         except OSError as exc:
             raise ConfigError(
-                f"cannot serve policies on {host}:{port}: {exc}. Set pipeline.policy_address (for "
-                "servers, inference.publish_address) to an address of this machine, with a port "
-                "that is free or with none"
+                f"cannot serve policies on {host}:{port}: {exc}. Set pipeline.policy_address (of "
+                "a trainer with servers inference.publish_address, of a server --pass-on) to an "
+                "address of this machine, with a port that is free or with none"
             ) from exc
         self._http.sweep = self._sweep
         shown = f"[{host}]" if ":" in host else host
@@ -123,11 +130,12 @@ class PolicyServer:
         self.put(checksum, file)
         return {"url": self.url, "key": self.key, "checksum": checksum}
 
-    def withdraw(self, checksum: str) -> None:
-        """Serves a file no longer, except to those who fetch a piece of it now."""
+    def withdraw(self, checksum: str | None = None) -> None:
+        """Serves a file (None: any) no longer, except to those who fetch a piece of it now."""
         with self._lock:
-            if (file := self._files.pop(checksum, None)) is not None:
-                os.close(file.handle)
+            for name in list(self._files) if checksum is None else [checksum]:
+                if (file := self._files.pop(name, None)) is not None:
+                    os.close(file.handle)
 
     def put(self, checksum: str, file: PieceFile) -> None:
         """Serves what is there of a file, whose handle is closed when nobody needs it."""
@@ -153,6 +161,33 @@ class PolicyServer:
         finally:
             file.used = time.monotonic()
             os.close(handle)
+
+    def share(self, file: PieceFile, asked: Mapping[str, Any]) -> bytes:
+        """Hears what a host has; answers which of the pieces that it wants from here is now its own
+        to ask for (-1: none), and what the others have, but for those that it has left out. One
+        without an address only looks; one without digits is forgotten. A claim ends after a while,
+        also where its host still fetches: a slow line keeps a piece from nobody."""
+        address, digits = str(asked["address"]), bytearray(str(asked["digits"]).encode())
+        left_out, now = {address, *asked["left_out"]}, time.monotonic()
+
+        def is_taken(piece: int) -> bool:
+            holder, since = file.claims.get(piece, ("", 0.0))
+            if now - since < CLAIM_S and others.get(holder, b"")[piece : piece + 1] == b"2":
+                return True
+            return any(theirs[piece : piece + 1] == b"1" for theirs in others.values())
+
+        with self._lock:
+            file.hosts = {url: word for url, word in file.hosts.items() if now - word[0] < _HOST_S}
+            others = {url: word[1] for url, word in file.hosts.items() if url not in left_out}
+            if (claimed := next((n for n in asked["wanted"] if not is_taken(n)), -1)) >= 0:
+                digits[claimed] = CLAIMED
+                file.claims[claimed] = address, now
+            if address and digits:
+                file.hosts[address] = now, bytes(digits)
+            else:
+                file.hosts.pop(address, None)
+        rows = [[url, theirs.decode()] for url, theirs in others.items()]
+        return json.dumps({"claimed": claimed, "others": rows}).encode()
 
     def count(self, sent: int) -> None:
         with self._lock:
@@ -209,7 +244,8 @@ class _Listening(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """`GET /CHECKSUM/pieces` is a manifest, `GET /CHECKSUM` with a range is a part of the file."""
+    """`GET /CHECKSUM/pieces` is a manifest, `GET /CHECKSUM` with a range is a part of the file,
+    `POST /CHECKSUM/pieces` says what a host has, and asks who has what."""
 
     protocol_version = "HTTP/1.1"
     policies: PolicyServer
@@ -217,8 +253,16 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         _log.debug(format, *args)
 
-    def do_GET(self) -> None:
-        signature = _signature(self.policies.key, self.path).encode()
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        if 0 < length <= _MAX_ASKED:
+            self.do_GET(self.rfile.read(length))
+        else:
+            self.close_connection = True
+            self._answer(413, b"too long, or nothing")
+
+    def do_GET(self, body: bytes = b"") -> None:
+        signature = _signature(self.policies.key, self.path, body).encode()
         given = (self.headers.get("Authorization") or "").encode()
         checksum, _, what = self.path.strip("/").partition("/")
         if not hmac.compare_digest(given, signature):
@@ -228,7 +272,11 @@ class _Handler(BaseHTTPRequestHandler):
             if opened is None:
                 self._answer(404, b"no such policy")
             elif what == "pieces":
-                self._answer(200, opened[0].manifest())
+                file, _ = opened
+                if body:
+                    self._answer(200, self.policies.share(file, json.loads(body)))
+                else:
+                    self._answer(200, file.manifest())
             else:
                 self._send(*opened)
 
@@ -255,11 +303,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class SourceError(LudicError):
-    """A source that is dead, slow or wrong. `status` is its HTTP status, if it had one."""
+    """A source that failed. `status` is its HTTP status, if it had one. `kind`: `refused` (nobody
+    listens there), `silent`, `slow` or `wrong`, where it is one of those."""
 
-    def __init__(self, url: str, why: object, status: int = 0) -> None:
+    def __init__(self, url: str, why: object, status: int = 0, kind: str = "") -> None:
         super().__init__(f"{url}: {why}")
-        self.status = status
+        self.status, self.kind = status, kind
 
 
 def get(
@@ -271,19 +320,25 @@ def get(
     *,
     silence_s: float,
     until: float,
-    given_up: Callable[[], bool] = bool,
+    given_up: Callable[[int], bool] = lambda _: False,
+    body: bytes = b"",
 ) -> bytes:
-    """The `size` bytes from `start` on of what a source has at `path`; all of it with None.
+    """The `size` bytes from `start` on of what a source has at `path`; all of it with None. With a
+    `body`, its answer to that.
 
-    Raises `SourceError` when nothing comes for `silence_s`, or not all by the time `until`.
+    Raises `SourceError` when it cannot be reached within three seconds, when nothing comes for
+    `silence_s`, not all by the time `until`, or when `given_up` says so, which is asked with how
+    many bytes have come.
     """
-    address = urlsplit(url)
-    link = http.client.HTTPConnection(address.hostname or "", address.port, timeout=silence_s)
-    headers = {"Authorization": _signature(key, path)}
+    address, patience_s = urlsplit(url), min(silence_s, _CONNECT_S)
+    link = http.client.HTTPConnection(address.hostname or "", address.port, timeout=patience_s)
+    headers = {"Authorization": _signature(key, path, body)}
     if size is not None:
         headers["Range"] = f"bytes={start}-{start + size - 1}"
     try:
-        link.request("GET", path, headers=headers)
+        link.connect()
+        link.sock.settimeout(silence_s)
+        link.request("POST" if body else "GET", path, body or None, headers)
         answer = link.getresponse()
         if answer.status not in (200, 206):
             raise SourceError(url, f"status {answer.status}", answer.status)
@@ -291,18 +346,24 @@ def get(
         if length != size if size is not None else not 0 <= length <= _MAX_MANIFEST:
             raise SourceError(url, f"sends {length} bytes")
         data = bytearray(length)
-        view, filled = memoryview(data), 0
+        filled = 0
         while filled < length:
-            if given_up():
+            if given_up(filled):
                 raise SourceError(url, "is not needed any more")
             if time.monotonic() > until:
-                raise SourceError(url, f"is too slow: {filled} of {length} bytes came in time")
-            if not (count := answer.readinto(view[filled : filled + (1 << 18)])):
+                why = f"is too slow: {filled} of {length} bytes came in time"
+                raise SourceError(url, why, kind="slow")
+            # What is there: to wait for more would be to wait for a source that drips.
+            if not (came := answer.read1(min(length - filled, 1 << 18))):
                 raise SourceError(url, f"broke off after {filled} of {length} bytes")
-            filled += count
+            data[filled : filled + len(came)] = came
+            filled += len(came)
         return bytes(data)
     except (OSError, ValueError, http.client.HTTPException) as exc:
-        raise SourceError(url, str(exc) or type(exc).__name__) from exc
+        kind = "refused" if isinstance(exc, ConnectionRefusedError) else ""
+        if isinstance(exc, OSError) and not isinstance(exc, ConnectionError):
+            kind = "silent"
+        raise SourceError(url, str(exc) or type(exc).__name__, kind=kind) from exc
     finally:
         link.close()
 
@@ -312,63 +373,10 @@ def read_manifest(data: bytes, checksum: str, url: str) -> tuple[int, list[bytes
     try:
         manifest = json.loads(data)
         size, digests = int(manifest["size"]), [bytes.fromhex(p) for p in manifest["pieces"]]
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ArithmeticError, ValueError, KeyError, TypeError) as exc:
         raise SourceError(url, "sends no manifest") from exc
     if sha256(b"".join(digests)).hexdigest() != checksum:
         raise SourceError(url, "sends the manifest of another policy")
     if len(digests) != -(-size // PIECE):
         raise SourceError(url, f"sends a manifest of {len(digests)} pieces for {size} bytes")
     return size, digests
-
-
-def fetch_file(
-    target: Path, url: str, key: str, checksum: str, *, timeout_s: float, silence_s: float = 30.0
-) -> None:
-    """Writes a served file to `target`, each piece as its checksum says. Raises `SourceError` when
-    nothing comes for `silence_s`, or not all within `timeout_s`."""
-    until = time.monotonic() + timeout_s
-    data = get(url, f"/{checksum}/pieces", key, None, silence_s=silence_s, until=until)
-    size, digests = read_manifest(data, checksum, url)
-    with target.open("wb") as file:
-        for number, digest in enumerate(digests):
-            start = number * PIECE
-            wanted = (f"/{checksum}", key, min(PIECE, size - start), start)
-            piece = get(url, *wanted, silence_s=silence_s, until=until)
-            if sha256(piece).digest() != digest:
-                raise SourceError(url, f"piece {number} has a wrong checksum")
-            file.write(piece)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach an address, given as a URL or a name."""
-    host = urlsplit(address).hostname if "//" in address else address
-    return host in ("localhost", "::1") or (host or "").startswith("127.")
-
-
-def listening_address(setting: str, redis_url: str) -> tuple[str, int]:
-    """Returns the address and port of `pipeline.policy_address`. `auto` is the address of this
-    machine by which it reaches Redis."""
-    host, _, port = (
-        setting.rpartition(":") if re.search(r"[^:]:\d+$", setting) else (setting, "", "0")
-    )
-    host = host.strip("[]")
-    if host in ("", "0.0.0.0", "::"):
-        raise ConfigError(
-            f"pipeline.policy_address={setting!r} names no machine that others could ask: use "
-            '"auto" for the address by which this one reaches Redis'
-        )
-    if host == "auto":
-        redis = urlsplit(redis_url)
-        if redis.scheme == "unix":
-            return "127.0.0.1", int(port)
-        try:
-            answer = socket.getaddrinfo(redis.hostname, redis.port or 6379, type=socket.SOCK_DGRAM)
-            family, kind, _, _, there = answer[0]
-            with socket.socket(family, kind) as link:
-                link.connect(there)  # a datagram socket: nothing is sent
-                host = link.getsockname()[0]
-        except OSError as exc:
-            raise ConfigError(
-                f"pipeline.policy_address={setting!r}: no way to {redis.hostname}: {exc}"
-            ) from exc
-    return host, int(port)

@@ -91,7 +91,7 @@ class PipelineBatchSource(BatchSource):
         self._lag = 0
         self._waited_s = 0.0
         self.alarm: Callable[[], object] = bool  # raises where no actor can come any more
-        lease.facts = self._facts
+        lease.facts.append(self._facts)
 
     # Opening and closing
 

@@ -69,7 +69,7 @@ class TrainerLease:
         self.serial = 0
         self.emptied = 0
         self.attempt_floor = 0
-        self.facts: Callable[[], Mapping[str, Any]] = dict
+        self.facts: list[Callable[[], Mapping[str, Any]]] = []
         self._fingerprint, self._max_bytes = fingerprint, max_bytes
         self._token = secrets.token_hex(16)
         self._acquired: Acquired | None = None
@@ -208,13 +208,17 @@ class TrainerLease:
     def _renew(self) -> None:
         while not self._ended.wait(self.lease_s / 4):
             try:
-                self.run("renew", json.dumps(dict(self.facts())), patience_s=self.lease_s / 4)
+                self._tell_facts()
             except LostRunError as exc:
                 self._lost = exc
                 _log.error("%s", exc)
                 return
             except PipelineError as exc:
                 _log.warning("the trainer's lease was not renewed: %s", exc)
+
+    def _tell_facts(self) -> None:
+        facts = {name: fact for say in self.facts for name, fact in say().items()}
+        self.run("renew", json.dumps(facts), patience_s=self.lease_s / 4)
 
     def close(self, ended: str | None = None) -> None:
         """Gives the run up. `ended` tells the actors that no more work will come, and why."""

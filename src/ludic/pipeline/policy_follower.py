@@ -8,12 +8,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ludic.distributed.piece_fetcher import NotComingError
 from ludic.errors import PipelineError, PublishError
 from ludic.inference.client import ChatClient
 from ludic.pipeline.messages import Unit
 from ludic.pipeline.policies import StoredPolicy, load_policy
 from ludic.pipeline.store import Store
-from ludic.pipeline.weights_fetcher import NotComingError, PolicyFetcher
+from ludic.pipeline.weights_fetcher import PolicyFetcher
 
 _log = logging.getLogger("ludic.pipeline")
 
@@ -121,7 +122,7 @@ class PolicyFollower:
         if not policy.url:
             return policy
         if self._fetcher is None:
-            self._fetcher = PolicyFetcher(self._store, address=self._address)
+            self._fetcher = PolicyFetcher(self._store.config, address=self._address)
         if self._arriving is None:
             self._arriving = asyncio.create_task(asyncio.to_thread(self._fetcher.fetch, policy))
         arrived, _ = await asyncio.wait([self._arriving], timeout=_LOOK_S)

@@ -10,8 +10,6 @@
 --                         yet), c (committed); those below `low` are committed and not listed
 --     meta      hash      attempt, next (number), low (number), bytes, limits, policy, counters
 --     actors    hash      name -> its last heartbeat: the server's time, and facts as JSON
---     sources   hash      address of a host that passes a policy on -> the server's time, the policy's
---                         checksum, and a digit per piece: 0 missing, 1 there, 2 being fetched
 --     trainer   string    the token of the trainer that holds the run, for as long as its lease
 --     servers   hash      address -> when a server was last heard of, and facts as JSON
 --     roles     hash      name -> when a process of the run was last told of, and facts as JSON
@@ -280,44 +278,6 @@ return {'ok', serial}
 -- why -> actors hear that no more work will come
 redis.call('HSET', meta, 'ended', ARGV[4])
 return {'ok'}
-
---- script share now
--- checksum of a policy, own address, own digits, for how long a claim holds, addresses to leave out,
--- pieces that it would ask the trainer for -> the one of them that is now its own, or -1; address and
--- digits of the others. Without an address it only looks; without digits it is forgotten.
-local checksum, address, digits, lease = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local left_out = ' ' .. ARGV[5] .. ' '
-local rows = redis.call('HGETALL', sources)
-local others = {}
-for i = 1, #rows, 2 do
-  local at, policy, theirs = string.match(rows[i + 1], '^(%d+) (%S+) (%d*)$')
-  local age = now - tonumber(at)
-  if age > 3600000 then
-    redis.call('HDEL', sources, rows[i])
-  elseif policy == checksum and rows[i] ~= address
-         and not string.find(left_out, ' ' .. rows[i] .. ' ', 1, true) then
-    if age > lease then theirs = string.gsub(theirs, '2', '0') end
-    table.insert(others, {rows[i], theirs})
-  end
-end
-local claimed = -1
-for i = 6, #ARGV do
-  local piece, free = tonumber(ARGV[i]) + 1, true
-  for _, other in ipairs(others) do
-    if string.find(string.sub(other[2], piece, piece), '[12]') then free = false end
-  end
-  if free then
-    claimed = piece - 1
-    digits = string.sub(digits, 1, claimed) .. '2' .. string.sub(digits, piece + 1)
-    break
-  end
-end
-if digits == '' then
-  redis.call('HDEL', sources, address)
-elseif address ~= '' then
-  redis.call('HSET', sources, address, now .. ' ' .. checksum .. ' ' .. digits)
-end
-return {claimed, others}
 
 --- piece noted
 local noted = {servers = servers, roles = roles}

@@ -45,7 +45,7 @@ MAX_NAME = 200
 _LUA = Path(__file__).with_name("scripts.lua")
 _KEYS = (
     *("requests", "groups", "units", "meta", "actors", "trainer"),
-    *("sources", "servers", "roles"),
+    *("servers", "roles"),
 )
 
 

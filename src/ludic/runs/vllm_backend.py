@@ -20,10 +20,10 @@ from ludic.distributed import (
     ModelWeights,
     PolicyPublisher,
 )
+from ludic.distributed.addresses import own_address, refusal_to_bind
 from ludic.distributed.publisher import ServerPublisher
 from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.distributed.vllm.delivery import Payload
-from ludic.distributed.vllm.placement import own_address, refusal_to_bind
 from ludic.distributed.vllm.planes import DataPlane, HTTPPlane, open_plane
 from ludic.distributed.vllm.weights_payload import WeightsPayload
 from ludic.errors import ConfigError
@@ -112,7 +112,7 @@ async def open_vllm(
 def _close_door(payload: Payload) -> None:
     """Ends the server from which hosts fetched weights, if there is one."""
     if isinstance(payload, WeightsPayload) and isinstance(payload.plane, HTTPPlane):
-        payload.plane.abandon()
+        payload.plane.close()
 
 
 async def _follow(
@@ -140,7 +140,7 @@ async def _follow(
         on_host = launched().size > 1 or publisher.snapshots == "host"
         async with publisher.turn("a way to the servers"):
             if isinstance(payload.plane, DataPlane):
-                payload.plane.abandon()
+                payload.plane.close()
             payload.plane = await plane_of(config, client, device, gathered=on_host)
 
 
@@ -247,7 +247,7 @@ def check_publishing(config: RunConfig) -> None:
     if plane in ("ipc", "nccl") and check_device(config.model).type != "cuda":
         raise ConfigError(
             f'{where} is for weights on a GPU, and the model is on the CPU: set "shared_memory" '
-            'for servers on this machine, "gloo" for others, or leave it out'
+            'for servers on this machine, "http" for others, or leave it out'
         )
     if plane == "nccl" and server_shares_gpu(config, check_device(config.model)):
         raise ConfigError(

@@ -63,6 +63,15 @@ def test_without_live_updates_nothing_of_ours_is_loaded(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_workers_hear_where_they_pass_weights_on_and_do_not_unless_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(flags.PASS_ON, raising=False)
+    assert flags.PASS_ON not in environment(ServerSettings("m"), CUDA, tmp_path)
+    settings, _ = parse(["m", "--pass-on", "10.0.0.7:7400"])
+    assert environment(settings, CUDA, tmp_path)[flags.PASS_ON] == "10.0.0.7:7400"
+
+
 def test_where_ludic_is_not_installed_an_entry_point_is_made_for_it(tmp_path: Path) -> None:
     env = environment(ServerSettings("m"), CUDA, tmp_path)
     assert env["VLLM_SERVER_DEV_MODE"] == "1"

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.shared_folders import shared_folder
 from ludic.distributed.vllm import checksums, weights_payload
 from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane, Shipment
-from ludic.distributed.vllm.shared_memory import shared_folder
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient

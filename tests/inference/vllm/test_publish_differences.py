@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.shared_folders import shared_folder
 from ludic.distributed.vllm.planes import SharedMemoryPlane, Shipment
-from ludic.distributed.vllm.shared_memory import shared_folder
 from ludic.errors import PublishError
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import VLLMServer

@@ -2,14 +2,16 @@
 
 An update is staged first, checked, and applied only by `finish_weight_update`: anything that goes
 wrong before that leaves the old weights as they were, and the server may sample all the while. The
-tensors come over one of three planes, named in the update: a safetensors file in shared memory,
-CUDA IPC handles, or a broadcast. Where the publisher sends differences, they go into a copy of the
-weights that this host keeps, and every worker loads its part from there.
+tensors come over one of four planes, named in the update: a safetensors file in shared memory, or
+one that this host fetches by HTTP, CUDA IPC handles, or a broadcast. Where the publisher sends
+differences, they go into a copy of the weights that this host keeps, and every worker loads its
+part from there.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +36,7 @@ from ludic.distributed.vllm.ipc_handles import open_tensors
 from ludic.distributed.vllm.planes import BroadcastGroup
 from ludic.distributed.vllm.shared_memory import FetchedWeights, open_shared
 from ludic.errors import MissingExtraError
+from ludic.inference.vllm.flags import PASS_ON
 
 try:
     from vllm.distributed.weight_transfer.base import (
@@ -92,7 +95,7 @@ class LudicWeightTransferEngine(
         """Why no update can be taken any more, where that is so."""
         self._staged: list[tuple[str, Tensor]] = []
         self._copy: HostCopy | None = None
-        self._fetched: FetchedWeights | None = None
+        self.fetched = FetchedWeights(os.environ.get(PASS_ON))
         self._copies = Copies()
         self._judged: Any = None
         self._why_rebuild: str | None = None
@@ -120,6 +123,7 @@ class LudicWeightTransferEngine(
         if self.broken is not None:
             raise RuntimeError(f"this server must be restarted: {self.broken}")
         self._staged = []
+        self.fetched.drop()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Stages one part of an update."""
@@ -129,16 +133,14 @@ class LudicWeightTransferEngine(
         """Takes the tensors in and checks that they are this model's, without using them."""
         if update_info.plane == "discard":
             self._staged = []
-            self._drop_fetched()
+            self.fetched.drop()
             return
         if update_info.copy is None:
             self._let_go()  # else its receipt would be another's
         with self._timed("stage"):
             self._staged = []
             if update_info.plane == "http":
-                self._drop_fetched()
-                self._fetched = FetchedWeights(update_info.source or {})
-                path = str(self._fetched.path)
+                path = str(self.fetched.fetch(update_info.source or {}))
                 update_info = replace(update_info, plane="shared_memory", path=path)
             arrived = list(self._arriving(update_info))
             if update_info.copy is not None:
@@ -156,7 +158,7 @@ class LudicWeightTransferEngine(
         puts it right; where it cannot, `broken` says so.
         """
         staged, self._staged = self._staged, []
-        self._drop_fetched()
+        self.fetched.drop()  # until then other workers of this host, and other hosts, find it
         if not staged:
             return
         with self._timed("apply"):
@@ -270,12 +272,6 @@ class LudicWeightTransferEngine(
             self._copy = HostCopy(key)
         file = Path(info.path) if info.path is not None and base is None else None
         return list(self._copy.bring(name, arrived, base=base, file=file).items())
-
-    def _drop_fetched(self) -> None:
-        """Until then the other workers of this host find what was fetched."""
-        fetched, self._fetched = self._fetched, None
-        if fetched is not None:
-            fetched.close()
 
     def _let_go(self) -> None:
         copy, self._copy = self._copy, None

@@ -15,11 +15,23 @@ from torch import Tensor
 
 from ludic.distributed.vllm.checksums import receipt
 from ludic.distributed.vllm.placement import Place
+from ludic.errors import LudicError
 from ludic.inference.vllm.flags import BACKEND
 
 
 class WorkerExtension:
     """Methods that `/collective_rpc` may call on a worker."""
+
+    def ludic_fetch(self, source: dict[str, Any]) -> dict[str, Any]:
+        """Whether the file of an update over HTTP is here; the first call has it fetched."""
+        engine = getattr(self, "weight_transfer_engine", None)
+        if engine is None or not hasattr(engine, "fetched"):
+            return {"error": f"the server was started without the weight transfer {BACKEND!r}"}
+        try:
+            path = engine.fetched.begin(source)
+            return {"fetched": path.done() and path.result().exists()}
+        except (LudicError, OSError, ValueError) as exc:
+            return {"error": str(exc)}
 
     def ludic_receipt(self) -> dict[str, Any]:
         """Checksum, type and shape of every tensor that waits to be applied, how many updates were

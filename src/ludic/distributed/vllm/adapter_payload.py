@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ludic.distributed.deadlines import PATIENCE_S
 from ludic.distributed.interfaces import Weights, named_tensors
+from ludic.distributed.shared_folders import OwnedFolder, is_abandoned
 from ludic.distributed.vllm.adapter_weights import PREFIX, AdapterWeights, adapter_config
 from ludic.distributed.vllm.canary import differences, prompt_logprobs
 from ludic.distributed.vllm.checksums import receipt as receipt_of
 from ludic.distributed.vllm.checksums import refuse_not_finite
 from ludic.distributed.vllm.delivery import Delivery, Job, Payload, ServerUpdate
-from ludic.distributed.vllm.shared_memory import OwnedFolder, is_abandoned
 from ludic.errors import (
     ConfigError,
     DeadlineError,

@@ -243,9 +243,12 @@ class ServerUpdate(ABC):
                 task.cancel()
             await asyncio.gather(asking, watching, return_exceptions=True)
 
-    async def call_workers(self, method: str, seconds: float | None = None) -> list[Any]:
+    async def call_workers(
+        self, method: str, seconds: float | None = None, *args: Any
+    ) -> list[Any]:
         """What each worker returns from a method of the worker extension."""
-        return list((await self.ask("/collective_rpc", {"method": method}, seconds))["results"])
+        body = {"method": method, "args": args}
+        return list((await self.ask("/collective_rpc", body, seconds))["results"])
 
 
 def _now() -> float:

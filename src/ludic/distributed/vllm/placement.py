@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
 
+from ludic.distributed.addresses import is_here
 from ludic.errors import ConfigError, DeadlineError, InferenceError
 from ludic.inference.vllm.flags import PLACE
 from ludic.plumbing.files import boot_id
@@ -91,11 +89,11 @@ def choose_plane(
     library and the examples ask. `gathered`: the weights are in the host's memory, where several
     ranks or a snapshot put them.
 
-    On one host: CUDA IPC if everybody is on one GPU, else a file in shared memory. Between hosts a
-    broadcast: NCCL if everybody has a GPU that nobody else has, which it demands, else gloo. HTTP,
-    which brings a file to each host once, can work everywhere and has to be named. A
-    sampler in the trainer's own process needs no plane. One that is `named` is taken if it can
-    work; else `ConfigError` says why not. What was only guessed of a worker refuses nothing.
+    On one host: CUDA IPC if everybody is on one GPU, else a file in shared memory. Between hosts
+    NCCL if everybody has a GPU that nobody else has, which it demands, else HTTP, which brings a
+    file to each host once. Gloo, a broadcast to every worker, has to be named. A sampler in the
+    trainer's own process needs no plane. One that is `named` is taken if it can work; else
+    `ConfigError` says why not. What was only guessed of a worker refuses nothing.
     """
     if named != "auto":
         surely = [worker for worker in workers if not worker.guessed]
@@ -109,7 +107,7 @@ def choose_plane(
     for choice in _PREFERRED:
         if (why_not := _objection(choice.plane, trainer, workers, gathered)) is None:
             return choice
-    return Choice("gloo", f"a worker is on another host, and {why_not}")
+    return Choice("http", f"a worker is on another host, and NCCL is not possible: {why_not}")
 
 
 def _objection(
@@ -160,35 +158,3 @@ async def _places(
     gpu = here.gpu if near or here.gpu is None else f"of {replica.url}"
     guess = Place(here.memory if near else "elsewhere", gpu, guessed=True)
     return [place or guess for place in places]
-
-
-def is_here(url: str) -> bool:
-    """Whether an address is one of this machine's."""
-    host = urlsplit(url).hostname or ""
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        return False
-    return ipaddress.ip_address(address).is_loopback or refusal_to_bind(address) is None
-
-
-def own_address(url: str) -> str:
-    """Returns the address of this machine that a server sees when it is talked to."""
-    parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-        try:
-            probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
-
-
-def refusal_to_bind(host: str, port: int = 0) -> str | None:
-    """Why one cannot listen there; None if one can."""
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as exc:
-        return exc.strerror or str(exc)
-    return None

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ludic.distributed.addresses import is_loopback, own_address
+from ludic.distributed.shared_folders import OwnedFolder
 from ludic.distributed.vllm.ipc_handles import Exports
 from ludic.distributed.vllm.placement import (
     Choice,
@@ -27,9 +29,8 @@ from ludic.distributed.vllm.placement import (
     PlaneName,
     ask_places,
     choose_plane,
-    own_address,
 )
-from ludic.distributed.vllm.shared_memory import OwnedFolder, SharedWeights, write_shared
+from ludic.distributed.vllm.shared_memory import SharedWeights, write_shared
 from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import ConfigError, DeadlineError, PublishError
 from ludic.plumbing.cuda_streams import aside, wait_for
@@ -112,6 +113,10 @@ class DataPlane(ABC):
     def abandon(self) -> None:  # noqa: B027
         """After a failure: drops what the two sides may no longer agree on."""
 
+    def close(self) -> None:
+        """Nothing more is sent."""
+        self.abandon()
+
 
 class SharedMemoryPlane(DataPlane):
     """A safetensors file in shared memory: servers on this machine, with or without a GPU."""
@@ -127,8 +132,9 @@ class SharedMemoryPlane(DataPlane):
 
 class HTTPPlane(DataPlane):
     """A file that each host of servers fetches once by HTTP, in pieces with checksums, and that all
-    workers there map. `host` is an address of the trainer that the servers reach, `port` one that
-    is open to them (None: any that is free); nobody without the publish's key gets anything."""
+    workers there map; hosts pass pieces on to each other. `host` is an address of the trainer that
+    the servers reach, `port` one that is open to them (None: any that is free); nobody without the
+    plane's key gets anything. `timeout_s` is how long a host may take."""
 
     name = "http"
 
@@ -137,6 +143,11 @@ class HTTPPlane(DataPlane):
     ) -> None:
         self.host, self.port, self.timeout_s = host, port, timeout_s
         self._server: PolicyServer | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens; empty before the first publish."""
+        return "" if self._server is None else self._server.url
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
         folder: OwnedFolder | None
@@ -159,6 +170,11 @@ class HTTPPlane(DataPlane):
         return Shipment({"plane": "http", "source": source}, close=close)
 
     def abandon(self) -> None:
+        # It listens on: hosts that fetch hear that there is nothing more, and end at once.
+        if self._server is not None:
+            self._server.withdraw()
+
+    def close(self) -> None:
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -276,8 +292,8 @@ async def open_plane(
 ) -> tuple[DataPlane, Choice]:
     """Asks the servers where their workers are, and returns the plane that `choose_plane` says for
     a trainer on `device`, and why. A broadcast is told that device; it and HTTP listen at `host`
-    and `port`, or at the address of this machine that the first server sees. `publish_s` is the
-    deadline of a publish, within which hosts have to fetch."""
+    and `port`, or at the address of this machine that the first server elsewhere sees. `publish_s`
+    is the deadline of a publish, within which hosts have to fetch."""
     here = Place.of(device)
     workers = await ask_places(client, here, timeout_s)
     choice = choose_plane(here, workers, named=named, gathered=gathered)
@@ -285,7 +301,9 @@ async def open_plane(
         return SharedMemoryPlane(), choice
     if choice.plane == "ipc":
         return IPCPlane(), choice
-    host = host or own_address(client.replicas[0].url)
+    if host is None:  # loopback only where no server is elsewhere
+        seen = [own_address(replica.url) for replica in client.replicas]
+        host = next((address for address in seen if not is_loopback(address)), seen[0])
     if choice.plane == "http":
         return HTTPPlane(host=host, port=port, timeout_s=publish_s), choice
     broadcast = BroadcastPlane(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 from ludic.distributed.vllm.delivery import ServerUpdate, together
 from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, PublishError
 from ludic.inference.http import UnreachableError
-from ludic.inference.vllm.flags import RECEIPT
+from ludic.inference.vllm.flags import FETCH, RECEIPT
 from ludic.inference.vllm.switching import SWITCH
 
 
@@ -69,7 +70,13 @@ class WeightsServer(ServerUpdate):
     async def receive(self, update: Mapping[str, Any]) -> None:
         """Has the server stage the tensors. Returns when it has them all."""
         body = {"update_info": dict(update)}
-        await self.step("stage", "take the tensors", partial(self.ask, "/update_weights", body))
+
+        async def work() -> None:
+            if source := update.get("source"):
+                await self._until_fetched(source)
+            await self.ask("/update_weights", body)
+
+        await self.step("stage", "take the tensors", work)
 
     async def compare(self, expected: Mapping[str, list[Any]]) -> None:
         """Raises unless every worker has every tensor, bit for bit as it was sent."""
@@ -135,6 +142,21 @@ class WeightsServer(ServerUpdate):
             self.lose(f"it could not be resumed after a failed publish: {exc}")
             await self.send_away()
             self.away = await self.is_away(exc)
+
+    async def _until_fetched(self, source: Mapping[str, Any]) -> None:
+        """A thread of each worker fetches: while a worker takes an update in, it does not sample.
+        The publish's deadline ends it."""
+        pause_s = 0.02
+        while True:
+            answers = await self.call_workers(FETCH, None, source)
+            for answer in answers:
+                if not isinstance(answer, Mapping) or "fetched" not in answer:
+                    why = answer.get("error") if isinstance(answer, Mapping) else answer
+                    raise PublishError(f"{self.replica.url} did not fetch the weights: {why}")
+            if all(answer["fetched"] for answer in answers):
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.5)
 
     async def explained(self, what: str, refusal: InferenceError) -> LudicError:
         if await self._has_our_engine():

@@ -30,7 +30,11 @@ SWITCHING = "ludic.inference.vllm.switching.SwitchRoute"
 BACKEND = "ludic"
 """The weight transfer engine that the plugin registers."""
 
+PASS_ON = "LUDIC_PASS_ON"
+"""Tells vLLM's workers on which address of their machine they pass weights on to other machines."""
+
 # Methods of the worker extension, for `/collective_rpc`.
+FETCH = "ludic_fetch"
 RECEIPT = "ludic_receipt"
 ADAPTER_LIMITS = "ludic_adapter_limits"
 ADAPTER_RECEIPT = "ludic_adapter_receipt"
@@ -85,7 +89,8 @@ class VLLMBuild:
 class ServerSettings:
     """What to serve and how; `extra` are further flags of vLLM, as they stand. With `max_lora_rank`
     it takes adapters while it serves, `max_loras` at once: the one in use, the next, and those
-    that running requests began with. `key_file` has the key that all routes ask for."""
+    that running requests began with. `key_file` has the key that all routes ask for. Weights that
+    come over HTTP are passed on to other machines from the address `pass_on`, if there is one."""
 
     model: str
     served_name: str | None = None
@@ -101,6 +106,7 @@ class ServerSettings:
     max_lora_rank: int | None = None
     max_loras: int = 4
     key_file: str | None = None
+    pass_on: str | None = None
     extra: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -174,6 +180,8 @@ def environment(settings: ServerSettings, build: VLLMBuild, folder: Path) -> dic
         env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
     if settings.key_file is not None:
         env[KEY_FILE] = str(Path(settings.key_file).resolve())
+    if settings.pass_on is not None:
+        env[PASS_ON] = settings.pass_on
     if (settings.live_updates or settings.key_file is not None) and not build.has_plugin:
         info = folder / "ludic_plugin-0.dist-info"
         info.mkdir(parents=True, exist_ok=True)

@@ -271,6 +271,12 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
     parser.add_argument("--host", default="127.0.0.1", help="beyond loopback, give a --key-file")
     parser.add_argument("--key-file", help="a file with the key that every request has to give")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--pass-on",
+        metavar="ADDRESS",
+        help="pass weights on to other machines from this address (with or without a port), or "
+        "from that by which the trainer is reached (auto)",
+    )
     parser.add_argument("--dtype", help="default: float32 on the CPU build, else the model's")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--max-num-seqs", type=int)

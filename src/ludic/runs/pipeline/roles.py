@@ -87,7 +87,8 @@ def server_role(environment: Environment, cluster: ClusterSection, number: int) 
     return environment.role(
         name,
         *("serve", "--register", str(environment.run), "--name", name, *engine),
-        *("--host", "{address}", "--port", "{port}"),
+        # Others may ask it for samples there; those who have the weights' key, for weights, too.
+        *("--host", "{address}", "--port", "{port}", "--pass-on", "{address}"),
         kind="server",
         gpus=cluster.gpus_per_server,
         restarts=cluster.restarts,

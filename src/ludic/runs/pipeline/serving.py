@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from ludic.distributed.addresses import listening_address, refusal_to_bind
 from ludic.errors import ConfigError
 from ludic.inference.vllm import server as vllm
 from ludic.runs.locate import read_run
@@ -29,14 +30,18 @@ def serve(arguments: Sequence[str]) -> int:
         default="vllm",
         help="local: Ludic's own engine, with the run's model",
     )
+    parser.add_argument("--pass-on", metavar="ADDRESS", help=argparse.SUPPRESS)  # vLLM's says it
     options, rest = parser.parse_known_args(list(arguments))
+    passing_on = [] if options.pass_on is None else ["--pass-on", options.pass_on]
     if {"-h", "--help"} & set(rest):
         parser.print_help()
         return vllm.main(rest)
+    if options.pass_on is not None:
+        _check_passing_on(options.pass_on)
     if options.register is None:
         if options.engine == "local":
             raise ConfigError("--engine local serves the model of a run: name it with --register")
-        return vllm.main(rest)
+        return vllm.main([*rest, *passing_on])
 
     from ludic.pipeline.servers import Registration  # which needs the extra `redis`
     from ludic.pipeline.store import Store
@@ -76,12 +81,24 @@ def serve(arguments: Sequence[str]) -> int:
         if options.engine == "local":
             if flags:
                 raise ConfigError(f"--engine local takes its settings from the run, not {flags}")
-            return asyncio.run(_serve_engine(config, address.host, port, key, registering))
-        bound = ["--host", address.host, "--port", str(port)]
+            serving = _serve_engine(config, address.host, port, key, registering, options.pass_on)
+            return asyncio.run(serving)
+        bound = ["--host", address.host, "--port", str(port), *passing_on]
         bound += [] if key_file is None else ["--key-file", str(key_file)]
         return vllm.main([*flags_of(config, flags), *bound], registering)
     finally:
         store.close()
+
+
+def _check_passing_on(setting: str) -> None:
+    """Raises if this machine has no such address; `auto` follows from the trainer, and a port may
+    be another server's for a while."""
+    host, _ = listening_address(setting, "", "--pass-on")
+    if why := refusal_to_bind(host):
+        raise ConfigError(
+            f"--pass-on {setting} cannot be listened on ({why}): name an address of this machine, "
+            "or auto"
+        )
 
 
 def flags_of(config: RunConfig, flags: Sequence[str]) -> list[str]:
@@ -109,7 +126,12 @@ def flags_of(config: RunConfig, flags: Sequence[str]) -> list[str]:
 
 
 async def _serve_engine(
-    config: RunConfig, host: str, port: int, key: str | None, registering: Registering
+    config: RunConfig,
+    host: str,
+    port: int,
+    key: str | None,
+    registering: Registering,
+    pass_on: str | None = None,
 ) -> int:
     """Serves the run's model with the in-process engine until a signal says to stop."""
     from aiohttp import web
@@ -127,14 +149,15 @@ async def _serve_engine(
     model, tokenizer = await asyncio.to_thread(build_model, config)
     with float32_products(precision_of(config)):
         async with local_client(config, model, tokenizer, on_update="continue") as client:
-            server = EngineServer(client, model, tokenizer, name=config.model.name, key=key)
+            name = config.model.name
+            server = EngineServer(client, model, tokenizer, name=name, key=key, pass_on=pass_on)
             runner = web.AppRunner(server.app, handler_cancellation=True, shutdown_timeout=1.0)
             await runner.setup()
             try:
                 await web.TCPSite(runner, host, port).start()
                 registration = registering(f"http://{host}:{port}")
                 await asyncio.to_thread(registration.__enter__)  # it asks this very loop
-                print(f"http://{host}:{port} serves {config.model.name}", flush=True)
+                print(f"http://{host}:{port} serves {name}", flush=True)
                 await stop.wait()
                 await asyncio.to_thread(registration.__exit__, None, None, None)
             finally:

@@ -144,6 +144,8 @@ def process_rows(
     alive = status.trainer_alive
     gone = f"gone{': ' + status.ended if status.ended else ''}"
     work = f"{trainer.get('step', '?')} updates, {status.trained} groups, dropped: {dropped}"
+    if alive and trainer.get("weights_at"):
+        work += f", weights at {trainer['weights_at']}"
     rows = [
         row(
             *("trainer", status.holder.partition(",")[0], "alive" if alive else gone),

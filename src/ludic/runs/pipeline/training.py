@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Self
 
 from ludic.distributed import BackgroundPublisher, PolicyPublisher
+from ludic.distributed.addresses import listening_address
 from ludic.distributed.background import in_background
-from ludic.distributed.vllm.shared_memory import OwnedFolder
-from ludic.distributed.weights_http import PolicyServer, listening_address
+from ludic.distributed.shared_folders import OwnedFolder
+from ludic.distributed.vllm.planes import HTTPPlane
+from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
@@ -153,6 +155,7 @@ class RunPipeline:
     def publisher(self, inner: PolicyPublisher | None) -> PolicyPublisher:
         """Returns what also reaches the actors, in the background where `inner` lets it. One that
         shares the trainer's weights hears of each version at once."""
+        self.lease.facts.append(lambda: {"weights_at": _address_of(inner)})
         folder = None if self._policies is None else PolicyFolder(self._policies)
         limit, server = self.config.training.publish_timeout_s, self._policy_server
         if inner is not None and inner.shares_weights:
@@ -222,3 +225,9 @@ class RunPipeline:
             self._policy_server.close()
         if self._memory is not None:
             self._memory.close()
+
+
+def _address_of(publisher: PolicyPublisher | None) -> str:
+    """Where the machines of servers fetch weights, if that is how they get them."""
+    plane = getattr(getattr(publisher, "payload", None), "plane", None)
+    return plane.url if isinstance(plane, HTTPPlane) else ""
