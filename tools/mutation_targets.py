@@ -153,6 +153,17 @@ _CONTENTS = "training/checkpoint_contents.py"
 _CUDA_STATE = 'if world.device.type == "cuda" and "rng/cuda" in file.keys(): # noqa: SIM118'
 
 UNSEEN: dict[tuple[str, str, str], str] = {
+    (
+        "training/update/recovery.py",
+        'if not self._sharded or device.type != "cuda":',
+        "sign or not gone",
+    ): _ON_A_GPU,
+    (_PACKING, "starts, lengths = zip(*rows, strict=True)", "True -> False"): _SAME_LENGTH,
+    (
+        "sharding/weights.py",
+        "begin = (first or 0) * (rows[0].numel() if rows.ndim else 1)",
+        "1 -> 2",
+    ): "a scalar is whole wherever it is, so its part begins at 0",
     (_GRAPHED, "return (None,) * 4", "4 -> 5"): "torch takes further gradients that are None",
     (
         _CHECKS,

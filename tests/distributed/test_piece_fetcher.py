@@ -98,6 +98,15 @@ def test_a_trainer_that_has_ended_is_not_waited_for(trainer: PolicyServer, tmp_p
         PieceFetcher(Patience.within(600.0)).fetch(source, tmp_path / "part")
 
 
+def test_a_piece_that_there_was_no_room_for_is_an_error_and_not_a_file(
+    trainer: PolicyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, write = offered(trainer, tmp_path / "weights"), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:500], at))
+    with pytest.raises(NotComingError, match="No space left"):
+        PieceFetcher(SHORT).fetch(source, tmp_path / "part")
+
+
 def test_a_publish_waits_for_a_silent_trainer_for_ten_seconds_at_most() -> None:
     limits = Patience.within(600.0)
     assert (limits.deadline_s, limits.whole_s) == (10.0, 600.0)

@@ -237,8 +237,13 @@ class TestRaising:
             def close(self) -> None:
                 raise OSError("busy")
 
-        runner = await after_reset(Unclosable())
-        await runner.close()
+        class Gone(DirectCountEnv):
+            @property
+            def close(self) -> Any:
+                raise OSError("the other end is gone")
+
+        for env in (Unclosable(), Gone()):
+            await (await after_reset(env)).close()
 
 
 class TestContract:

@@ -8,6 +8,7 @@ cost time is left for later files, too: see `Away`.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -87,7 +88,9 @@ class _Fetch:
             if self.over.is_set() or self.file.digits[piece] == HAS:
                 return
             if digit == HAS:
-                os.pwrite(self.file.handle, data, piece * PIECE)
+                written = os.pwrite(self.file.handle, data, piece * PIECE)
+                if written != len(data):  # as in shared memory that is full
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.file.digits[piece] = digit
             if all(known == HAS for known in self.file.digits):
                 self.over.set()

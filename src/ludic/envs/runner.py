@@ -159,9 +159,9 @@ class EnvRunner:
         if self._state in ("closed", "abandoned"):
             return
         self._state = "closed"
-        if getattr(self.env.close, "__func__", None) is LudicEnv.close:
-            return  # it has nothing to free
         try:
+            if getattr(self.env.close, "__func__", None) is LudicEnv.close:
+                return  # it has nothing to free
             if self.env.blocking:
                 result = await self._threads.run(
                     self.env.close, what="close", whom=self.name, timeout_s=_CLOSE_S

@@ -44,6 +44,7 @@ class PolicyFollower:
         self._changed = asyncio.Condition()
         self._fetcher: PolicyFetcher | None = None
         self._arriving: asyncio.Task[StoredPolicy] | None = None
+        self._heard_at: float | None = None  # of the one that is fetched
 
     @property
     def newest(self) -> StoredPolicy | None:
@@ -100,9 +101,10 @@ class PolicyFollower:
             weights: Mapping[str, Any] | None = {}
             if policy.path:
                 here = await self._here(policy)
-                if here is None:
+                if here is None or (self.newest is not None and here.serial <= self.newest.serial):
                     return
-                policy = here
+                policy, began = here, self._heard_at or began
+                self._heard_at = None
                 weights = await asyncio.to_thread(load_policy, policy)
             if weights is None:  # a newer one is there, of which the actor will hear
                 return
@@ -124,6 +126,7 @@ class PolicyFollower:
         if self._fetcher is None:
             self._fetcher = PolicyFetcher(self._store.config, address=self._address)
         if self._arriving is None:
+            self._heard_at = time.monotonic()
             self._arriving = asyncio.create_task(asyncio.to_thread(self._fetcher.fetch, policy))
         arrived, _ = await asyncio.wait([self._arriving], timeout=_LOOK_S)
         if not arrived:

@@ -15,6 +15,7 @@ import torch
 from ludic.errors import DeadlineError, EngineClosedError, QueueFullError
 from ludic.inference.client import ChatClient, VersionedClient
 from ludic.inference.local import LocalChatClient
+from ludic.plumbing.records import changed
 from ludic.sharding.world import work_on
 from ludic.types import FinishReason
 from tests.inference.local.asking import MODES, ask_all, request, until
@@ -26,6 +27,19 @@ async def test_it_is_a_versioned_chat_client(model: Any, tokenizer: Any) -> None
         assert isinstance(client, VersionedClient)
         assert client.max_context_tokens == 100
         assert await client.get_policy_version() == 3
+
+
+async def test_a_prompt_that_its_owner_writes_on_stays_as_it_was(
+    model: Any, tokenizer: Any
+) -> None:
+    ids: Any = [1, 2, 3]
+    async with LocalChatClient(model, tokenizer) as client:
+        asked = changed(request(ids, max_tokens=2, ignore_eos=True), prompt_token_ids=ids)
+        answer = await client.complete_tokens(asked)
+    ids.append(4)
+    assert answer.trace is not None
+    assert answer.trace.prompt_token_ids == (1, 2, 3)
+    assert answer.trace.token_ids[:3] == (1, 2, 3)
 
 
 @pytest.mark.parametrize("mode", MODES)

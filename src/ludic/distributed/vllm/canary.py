@@ -55,6 +55,8 @@ class Canary:
         self._budget = budget
         self._taken: dict[int, list[float]] = {}
         self._own: list[float] | None = None
+        self._beside: tuple[nn.Module, nn.Module] | None = None
+        """A model, and other module objects around its parameters."""
 
     def model_of(self, weights: Any) -> nn.Module | None:
         """The model behind `weights`, where it is to score the canary and this rank can run it."""
@@ -64,8 +66,11 @@ class Canary:
     def take(self, model: nn.Module, version: int) -> None:
         """Scores the prompt now, for a publish of `version` when the model has moved on. Call this
         in a thread. Other module objects around the same parameters do it, so that the model keeps
-        its mode, and the trainer may compute with it meanwhile."""
-        beside = shared_copy(base_causal_lm(model), lambda config: None).eval()
+        its mode, and the trainer may compute with it meanwhile. They are made the first time, when
+        nobody computes: later, its adapter may be switched off for a moment."""
+        if self._beside is None or self._beside[0] is not model:
+            self._beside = model, shared_copy(base_causal_lm(model), lambda config: None).eval()
+        beside = self._beside[1]
         self._taken = {v: s for v, s in self._taken.items() if v >= version - 1}
         self._taken[version] = self.own_scores(beside)
 

@@ -58,6 +58,8 @@ class Sequence(Tenant, eq=False, kw_only=True):
     admitted_at: float = 0.0
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompt_token_ids, list):  # whoever asked may go on with it
+            self.prompt_token_ids = tuple(self.prompt_token_ids)
         self.tokens, self.prompt_len = list(self.prompt_token_ids), len(self.prompt_token_ids)
         self.prompt = np.frombuffer(self.prompt_key, PACKED)
         # Asked for every token, and the same for all of them.
