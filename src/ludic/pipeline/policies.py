@@ -233,11 +233,7 @@ def stamped(
 
     def named(span: VersionSpan) -> VersionSpan:
         if by_serial:
-            if (policy := policies.get(span.version)) is None:
-                raise AmbiguousVersionError(
-                    f"tokens name policy {span.version}, which is not among the {len(seen)} that "
-                    "are remembered"
-                )
+            policy = policies.get(span.version, span)
             return replace(span, version=policy.version, attempt=policy.attempt)
         possible = attempts.get(span.version, set())
         if len(possible) > 1:
