@@ -56,6 +56,7 @@ def test_a_master_rounds_to_its_weight_and_lies_anywhere_among_those_that_do(
     assert master.dtype == torch.float32
     assert torch.equal(master.to(dtype), weight)
     assert torch.equal(master[0, :5], torch.zeros(5))
+    assert len(set(master[1, :5].tolist())) > 1  # as a norm's weights are, at first
     spacing = torch.finfo(dtype).eps / 2 * 2.0 ** torch.frexp(weight.float()).exponent
     place = (master - weight.float()) / spacing
     assert place.abs().max() <= 0.5

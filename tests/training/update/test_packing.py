@@ -23,7 +23,7 @@ from ludic.saw.items import (
     SAWItem,
     TurnSpan,
 )
-from ludic.training.update.packing import lay_out, pack
+from ludic.training.update.packing import RowOrder, lay_out, pack
 from ludic.training.update.planning import Cost, plan_micro_batches
 from ludic.training.update.policy import Policy
 from tests.training.synthetic import synthetic_batch, synthetic_item
@@ -377,3 +377,14 @@ def test_rows_that_ranks_would_have_to_run_in_different_numbers_are_refused() ->
         plan_micro_batches(
             layout, micro_token_budget=1000, scope="rollout", longest_packed=0, world_size=2
         )
+
+
+@pytest.mark.parametrize(
+    ("length", "common", "shared"), [(8, 1, 1), (9, 1, 0), (16, 2, 2), (17, 2, 0), (17, 3, 3)]
+)
+def test_a_row_shares_one_in_eight_of_its_tokens_or_none(
+    length: int, common: int, shared: int
+) -> None:
+    start = [5] * common
+    order = RowOrder.of([np.array([*start, 6]), np.array([*start, *[7] * (length - common)])])
+    assert order.arrange((0, 1)) == [(0, 0), (1, shared)]

@@ -297,6 +297,7 @@ def test_entropies_and_logits_come_where_they_are_asked_for() -> None:
     micro = pack(lay_out(synthetic_batch(0, 2)), range(2))
     plain = policy.score(micro)
     assert (plain.entropy, plain.logits) == (None, None)
+    assert policy(micro)[1:] == (None, None)
     both = policy.score(micro, entropy=True, logits=True)
     assert both.entropy is not None
     assert both.logits is not None

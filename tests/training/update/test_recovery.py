@@ -224,10 +224,8 @@ def test_a_reference_that_does_not_fit_is_scored_in_parts(count: int) -> None:
 def test_a_rank_first_asks_for_what_earlier_backward_passes_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World(device=torch.device("cuda"))
-    recovery = Recovery(Policy(tiny_model()), world, BUDGET)
+    recovery = Recovery(Policy(tiny_model()), World(device=torch.device("cuda")), BUDGET)
     recovery._sharded = True
-    recovery._bytes_per_token = 2.5
     asked: list[int] = []
 
     def empty(size: int, **_: Any) -> None:
@@ -235,10 +233,39 @@ def test_a_rank_first_asks_for_what_earlier_backward_passes_took(
         if size > 100:
             raise torch.OutOfMemoryError(FULL)
 
+    peaks = iter([150, 200, 200, 200, 200, 210])  # before each pass, and after it
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(peaks))
+    assert recovery._has_room(40)
+    for tokens in (40, 20, 100):  # 2.5 bytes for each; nothing that is new; 1.1
+        assert recovery._measured(str, tokens)(tokens) == str(tokens)
     assert recovery._has_room(40)
     assert not recovery._has_room(42)
-    assert asked == [100, 105]
+    assert asked == [0, 100, 105]
+
+
+def test_a_pass_without_a_backward_pass_needs_no_room_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recovery = Recovery(Policy(tiny_model()), World(), BUDGET)
+    monkeypatch.setattr(recovery, "_has_room", lambda _: False)
+    whole = ((0, 1), True)
+    assert list(recovery.run(batch(2), whole, "token", lambda part: part)) == [(whole, whole)]
+
+
+def test_a_rank_that_has_nothing_to_split_takes_part_in_the_others_halves_and_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fits, splits = 0.0, 1.0
+    others = iter([(splits, -30.0), (fits, -math.inf), (fits, -math.inf)])
+    monkeypatch.setattr(World, "largest", lambda _, *own: [*map(max, own, next(others))])
+    recovery = Recovery(Policy(tiny_model()), World(), BUDGET)
+    alone = ((0,), True)
+    passes = list(recovery.run(batch(1), alone, "token", lambda part: part))
+    assert [part for part, _ in passes] == [alone, ((0,), False)]
+    assert next(others, None) is None
+    assert recovery.budget == 15
 
 
 def test_halves_keep_together_what_the_loss_sees_together() -> None:
