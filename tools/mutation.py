@@ -6,23 +6,24 @@
     python -m tools.mutation saw losses             # only targets whose path has one of these words
 
 A fault is a changed operator, comparison, constant or condition. It is put into a copy of the
-project, of which every job has one, and the target's tests run there until the first failure:
-processes that tests start have the fault, too. Torch and the like are imported once, and every
-fault gets a fork. Hypothesis draws the same examples each time, so a figure repeats.
+project, of which every job has one, and test files run there until the first failure: those that
+`TARGETS` names for the module, then all others that import it, the quickest first. Processes that
+tests start have the fault, too. Torch and the like are imported once, and every file gets a fork.
+Hypothesis draws the same examples each time, so a figure repeats.
 
-Tests run without any fault first. Those that fail then say nothing, and are left out; a fault that
-the others do not notice is "baseline fails", which does not count as noticed. A fault may take five
-times as long as the tests took without it. Every fault is a line of its own; some change nothing
-that a test here could see: `UNSEEN` names them with the reason. The last line is JSON: `faults`,
-`cut` (not tried by `--limit-s`), `noticed`, `timed_out` (counted as noticed), `baseline_fails`,
-`unseen`, `rate` (noticed of those that were tried and are not in `UNSEEN`), for each target how
-many were noticed and tried, and the tests that fail without a fault.
+Every file runs without any fault first. Tests that fail then (for want of a program or a model,
+perhaps) say nothing, and are left out. A fault that the others do not notice is "baseline fails",
+with the names of what was left out; it does not count as noticed. A fault may take five times as
+long as the tests took without it. Every fault is a line of its own; some change nothing that a test
+here could see: `UNSEEN` names them with the reason. The last line is JSON: `faults`, `cut` (not
+tried by `--limit-s`), `noticed`, `timed_out` (counted as noticed), `baseline_fails`, `unseen`,
+`rate` (noticed of those that were tried and are not in `UNSEEN`), for each target how many were
+noticed and tried, and the tests that fail without a fault.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import gc
 import hashlib
@@ -32,23 +33,22 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from tools.mutation_faults import ROOT, Fault, faults, mutated
 from tools.mutation_targets import TARGETS, UNSEEN
-
-ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src" / "ludic"
 
 _PRELOADED = (
     *("torch", "torch._dynamo", "transformers", "peft", "numpy", "safetensors.torch"),
@@ -58,159 +58,6 @@ _PRELOADED = (
 _COPIED = ("benchmarks", "docs", "examples", "src", "tests", "tools")
 Verdict = Literal["noticed", "missed", "timed out", "baseline fails", "cut"]
 _NOTICED = ("noticed", "timed out")
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One change of one node: `number` counts the nodes that can be changed in the file. `text` is
-    the line it is in, white space folded."""
-
-    path: str
-    number: int
-    line: int
-    what: str
-    text: str
-
-
-_COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.BitOr: ast.BitAnd,
-    ast.BitAnd: ast.BitOr,
-}
-
-
-class Mutator(ast.NodeTransformer):
-    """Walks a module in order, counts what could be changed, and changes the chosen one."""
-
-    def __init__(self, chosen: int = -1) -> None:
-        self.chosen, self.found = chosen, list[tuple[int, str]]()
-
-    def _is_chosen(self, node: Any, what: str) -> bool:
-        self.found.append((node.lineno, what))
-        return len(self.found) - 1 == self.chosen
-
-    def visit_Raise(self, node: ast.Raise) -> ast.AST:
-        return node  # a message's wording is not behaviour
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        if node.value is not None:
-            node.value = self.visit(node.value)
-        return node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.body = [self.visit(statement) for statement in node.body]
-        defaults = [d if d is None else self.visit(d) for d in node.args.kw_defaults]
-        node.args.kw_defaults = defaults
-        node.args.defaults = [self.visit(d) for d in node.args.defaults]
-        return node
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        node.body = [self.visit(statement) for statement in node.body]  # not its decorators
-        return node
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        return self.visit_FunctionDef(node)  # type: ignore[arg-type]
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        return node if isinstance(node.value, ast.Constant) else self.generic_visit(node)
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        return node
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        self.generic_visit(node)
-        swap = _COMPARE[type(node.ops[0])]
-        if self._is_chosen(node, f"{type(node.ops[0]).__name__} -> {swap.__name__}"):
-            node.ops = [swap(), *node.ops[1:]]
-        return node
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.generic_visit(node)
-        swap = _ARITHMETIC.get(type(node.op))
-        if swap and self._is_chosen(node, f"{type(node.op).__name__} -> {swap.__name__}"):
-            node.op = swap()
-        return node
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        self.generic_visit(node)
-        swap = _ARITHMETIC.get(type(node.op))
-        if swap and self._is_chosen(node, f"{type(node.op).__name__}= -> {swap.__name__}="):
-            node.op = swap()
-        return node
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        self.generic_visit(node)
-        if self._is_chosen(node, "and <-> or"):
-            node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-        return node
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        self.generic_visit(node)
-        if isinstance(node.op, ast.Not | ast.USub) and self._is_chosen(node, "sign or not gone"):
-            return node.operand
-        return node
-
-    def visit_If(self, node: ast.If) -> ast.AST:
-        if "TYPE_CHECKING" in ast.dump(node.test):
-            return node
-        self.generic_visit(node)
-        if not isinstance(node.test, ast.Compare | ast.UnaryOp) and self._is_chosen(
-            node, "condition turned round"
-        ):
-            node.test = ast.UnaryOp(ast.Not(), node.test)
-        return node
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        self.generic_visit(node)
-        if self._is_chosen(node, "branches exchanged"):
-            node.body, node.orelse = node.orelse, node.body
-        return node
-
-    def visit_Continue(self, node: ast.Continue) -> ast.AST:
-        return ast.Break() if self._is_chosen(node, "continue -> break") else node
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if isinstance(node.value, bool):
-            if self._is_chosen(node, f"{node.value} -> {not node.value}"):
-                return ast.Constant(not node.value)
-        elif isinstance(node.value, int | float) and self._is_chosen(
-            node, f"{node.value} -> {node.value + 1}"
-        ):
-            return ast.Constant(node.value + 1)
-        return node
-
-
-def mutated(source: str, number: int) -> str:
-    """A module's source with its fault of that number in it."""
-    return ast.unparse(ast.fix_missing_locations(Mutator(number).visit(ast.parse(source))))
-
-
-def faults(path: str) -> list[Fault]:
-    """Every fault that can be put into a file."""
-    source = (SOURCE / path).read_text(encoding="utf-8")
-    lines, mutator = source.splitlines(), Mutator()
-    mutator.visit(ast.parse(source))
-    return [
-        Fault(path, n, line, what, " ".join(lines[line - 1].split()))
-        for n, (line, what) in enumerate(mutator.found)
-    ]
 
 
 def copy_of_project(folder: Path) -> Path:
@@ -237,6 +84,23 @@ def write(copy: Path, path: str, text: str) -> None:
     file.write_text(text, encoding="utf-8")
 
 
+@cache
+def tests_of(path: str) -> tuple[list[str], list[str]]:
+    """The test files that judge a module's faults: those named for it, and the others, which are
+    in a folder named for it or import it."""
+    package, _, name = f"ludic.{path.removesuffix('.py').replace('/', '.')}".rpartition(".")
+    imports = re.compile(
+        rf"{re.escape(package)}\.{name}\b"
+        rf"|from {re.escape(package)} import (?:\([^)]*|[^\n]*)\b{name}\b"
+    )
+    files = {f.relative_to(ROOT).as_posix(): f for f in sorted((ROOT / "tests").rglob("test_*.py"))}
+    named = [test for test in TARGETS[path] if test in files]
+    folders = tuple(f"{test}/" for test in TARGETS[path] if test not in files)
+    inside = [name for name in files if name.startswith(folders)]
+    importing = [name for name, file in files.items() if imports.search(file.read_text("utf-8"))]
+    return named, [name for name in dict.fromkeys([*inside, *importing]) if name not in named]
+
+
 class Trial:
     """Tries faults in a copy of the project. `shared` is a folder that trials have in common, so
     that tests run without a fault only once; nothing is begun after `deadline` (monotonic)."""
@@ -247,44 +111,62 @@ class Trial:
         self.copy, self.shared = copy, shared
         self.timeout_s, self.deadline = timeout_s, deadline
 
-    def verdict(self, fault: Fault, tests: Sequence[str]) -> Verdict:
-        """Runs the tests one after another until one notices the fault."""
+    def verdict(
+        self, fault: Fault, named: Sequence[str], others: Sequence[str] = ()
+    ) -> tuple[Verdict, list[str]]:
+        """Runs one test file after another until one notices the fault: those `named` in their
+        order, then the `others`, the quickest first. Also returns the tests that were left out."""
         original = (self.copy / "src" / "ludic" / fault.path).read_text(encoding="utf-8")
-        faulty, incomplete = mutated(original, fault.number), False
-        for place, test in enumerate(tests):
-            arguments = [test, *(f"--ignore={earlier}" for earlier in tests[:place])]
-            baseline = self._baseline(arguments)
+        faulty, left_out = mutated(original, fault.number), list[str]()
+        for file in self._in_order(named, others):
+            baseline = self._baseline(file)
             if baseline is None:
-                return "cut"
+                return "cut", left_out
             seconds, failing = baseline
-            incomplete |= bool(failing)
-            if test in failing:
+            left_out += failing
+            if file in failing:
                 continue
-            without = [f"--{'deselect' if '::' in each else 'ignore'}={each}" for each in failing]
+            without = [f"--deselect={test}" for test in failing]
             limit_s = min(self.timeout_s, 30 + 5 * seconds)
             write(self.copy, fault.path, faulty)
-            verdict = self._run(["-x", *arguments, *without], limit_s)
+            verdict = self._run(["-x", file, *without], limit_s)
             write(self.copy, fault.path, original)
             if verdict != "missed":
-                return verdict
-        return "baseline fails" if incomplete else "missed"
+                return verdict, left_out
+        return "baseline fails" if left_out else "missed", left_out
 
-    def _baseline(self, arguments: Sequence[str]) -> tuple[float, list[str]] | None:
-        """How long the tests take without a fault, and which fail; None at the deadline."""
-        name = hashlib.sha256(" ".join(arguments).encode()).hexdigest()
-        file = self.shared / f"{name}.json"
-        if not file.exists():
-            report, began = self.copy / "failed.json", time.monotonic()
-            report.unlink(missing_ok=True)
-            if self._run(arguments, self.timeout_s, report) == "cut":
+    def _in_order(self, named: Sequence[str], others: Sequence[str]) -> Iterator[str]:
+        yield from named
+        waiting = list(others)
+        while waiting:  # other jobs measure files meanwhile
+            file = min(waiting, key=self._seconds)
+            waiting.remove(file)
+            yield file
+
+    def _seconds(self, file: str) -> float:
+        """How long a file took without a fault; those that nobody has measured come last."""
+        report = self._report(file)
+        return float(json.loads(report.read_text())[0]) if report.exists() else math.inf
+
+    def _report(self, file: str) -> Path:
+        return self.shared / f"{hashlib.sha256(file.encode()).hexdigest()}.json"
+
+    def _baseline(self, file: str) -> tuple[float, list[str]] | None:
+        """How long the file takes without a fault, and which of its tests fail, the file itself
+        where none can be used; None at the deadline."""
+        report = self._report(file)
+        if not report.exists():
+            failed, began = self.copy / "failed.json", time.monotonic()
+            failed.unlink(missing_ok=True)
+            if self._run([file], self.timeout_s, failed) == "cut":
                 return None
             seconds = time.monotonic() - began
-            # Without a report the tests never came to an end, and none of them can be used.
-            failing = json.loads(report.read_text()) if report.exists() else [arguments[0]]
-            whole = file.with_suffix(f".{os.getpid()}")
+            # Without a report the tests never came to an end.
+            failing = json.loads(failed.read_text()) if failed.exists() else [file]
+            whole = report.with_suffix(f".{os.getpid()}")
             whole.write_text(json.dumps((seconds, failing)))
-            whole.rename(file)
-        seconds, failing = json.loads(file.read_text())
+            whole.rename(report)
+        seconds, failing = json.loads(report.read_text())
         return seconds, failing
 
     def _run(
@@ -427,9 +309,9 @@ def _begin_job(folder: Path, timeout_s: float, deadline: float) -> None:
     _trial = Trial(copy, folder, timeout_s=timeout_s, deadline=deadline)
 
 
-def _try_one(fault: Fault) -> tuple[Verdict, float]:
+def _try_one(fault: Fault) -> tuple[Verdict, list[str], float]:
     began = time.monotonic()
-    return _trial.verdict(fault, TARGETS[fault.path]), time.monotonic() - began
+    return *_trial.verdict(fault, *tests_of(fault.path)), time.monotonic() - began
 
 
 def _failing(folder: Path) -> list[str]:
@@ -450,7 +332,7 @@ def _try_all(chosen: Sequence[Fault], jobs: Executor) -> dict[str, Any]:
         else:
             tried[jobs.submit(_try_one, fault)] = fault
     for number, done in enumerate(as_completed(tried), start=1):
-        fault, (verdict, seconds) = tried[done], done.result()
+        fault, (verdict, left_out, seconds) = tried[done], done.result()
         verdicts[verdict] += 1
         if verdict == "cut":
             continue
@@ -461,6 +343,7 @@ def _try_all(chosen: Sequence[Fault], jobs: Executor) -> dict[str, Any]:
             f"{number}/{len(tried)} {fault.path}:{fault.line}: {fault.what}: "
             f"{verdict if verdict == 'noticed' else verdict.upper()} ({seconds:.0f} s)",
             *([] if verdict == "noticed" else [f"    {fault.text}"]),
+            *(f"    left out: {test}" for test in left_out if verdict == "baseline fails"),
             sep="\n",
             flush=True,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import mutation
+from tools import mutation, mutation_faults
 from tools.mutation_targets import TARGETS, UNSEEN
 
 SOURCE = '''
@@ -22,10 +22,10 @@ def f(a, b=2):
 
 
 def test_each_fault_changes_one_place_and_messages_are_left_alone() -> None:
-    counter = mutation.Mutator()
+    counter = mutation_faults.Mutator()
     counter.visit(ast.parse(SOURCE))
     plain = ast.unparse(ast.parse(SOURCE))
-    changed = [mutation.mutated(SOURCE, n) for n in range(len(counter.found))]
+    changed = [mutation_faults.mutated(SOURCE, n) for n in range(len(counter.found))]
     assert len(set(changed)) == len(changed)
     assert plain not in changed
     assert all("raise ValueError(f'{a + 1}')" in text and "3 numbers" in text for text in changed)
@@ -35,14 +35,25 @@ def test_each_fault_changes_one_place_and_messages_are_left_alone() -> None:
 
 def test_every_target_and_its_tests_are_there() -> None:
     for path, tests in TARGETS.items():
-        assert (mutation.SOURCE / path).is_file()
-        assert all((mutation.ROOT / test).exists() for test in tests)
-        assert mutation.faults(path)
+        assert (mutation_faults.SOURCE / path).is_file()
+        assert all((mutation_faults.ROOT / test).exists() for test in tests)
+        assert mutation_faults.faults(path)
+
+
+def test_a_fault_is_judged_by_every_test_file_that_is_named_for_its_module_or_imports_it() -> None:
+    named, others = mutation.tests_of("training/update/recovery.py")
+    assert named[0] == "tests/training/update/test_recovery.py"
+    assert "tests/training/update/test_packing.py" in others  # in a folder that is named
+    assert not set(named) & set(others)
+    _, others = mutation.tests_of("sharding/weights.py")
+    assert "tests/distributed/test_publish_stages.py" in others  # imports it by its name
+    _, others = mutation.tests_of("training/update/policy.py")
+    assert "tests/memory/test_update.py" in others
 
 
 def test_faults_that_no_test_sees_are_there_and_have_a_reason() -> None:
     for (path, line, what), reason in UNSEEN.items():
-        found = {(f.text, f.what) for f in mutation.faults(path)}
+        found = {(f.text, f.what) for f in mutation_faults.faults(path)}
         assert (line, what) in found
         assert reason
 
@@ -50,7 +61,7 @@ def test_faults_that_no_test_sees_are_there_and_have_a_reason() -> None:
 def test_a_sample_is_spread_over_the_targets_and_repeats() -> None:
     first = mutation.chosen_faults(["saw", "credit"], 60, 3)
     each = Counter(fault.path for fault in first)
-    whole = {path: len(mutation.faults(path)) for path in each}
+    whole = {path: len(mutation_faults.faults(path)) for path in each}
     assert len(first) == len(set(first)) == 60
     assert len(each) == sum("saw" in p or "credit" in p for p in TARGETS)
     least = min(n for path, n in each.items() if n < whole[path])
@@ -61,14 +72,18 @@ def test_a_sample_is_spread_over_the_targets_and_repeats() -> None:
 
 def test_without_a_sample_every_fault_is_tried() -> None:
     assert set(mutation.chosen_faults(["saw/filters"], None, 0)) == set(
-        mutation.faults("saw/filters.py")
+        mutation_faults.faults("saw/filters.py")
     )
 
 
 def outcome(*command: str) -> list[str]:
     """What Python prints. It has to be another one: this one has imported Ludic without a fault."""
     ended = subprocess.run(
-        [sys.executable, *command], cwd=mutation.ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, *command],
+        cwd=mutation_faults.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
@@ -77,31 +92,33 @@ def outcome(*command: str) -> list[str]:
 VERDICTS = """
 import sys
 from pathlib import Path
-from tools import mutation
+from tools import mutation, mutation_faults
 folder, added = Path(sys.argv[1]), sys.argv[2]
 trial = mutation.Trial(mutation.copy_of_project(folder), folder, timeout_s=100)
 file = trial.copy / "tests/test_seeding.py"
 file.write_text(f"{file.read_text()}\\n\\n{added}\\n")
 fault = mutation.faults("saw/filters.py")[0]
-for tests in (["tests/test_seeding.py"], ["tests/test_seeding.py", "tests/saw/test_filters.py"]):
-    print("", trial.verdict(fault, tests), sep="\\n")
+for others in ([], ["tests/saw/test_filters.py"]):
+    verdict, left_out = trial.verdict(fault, ["tests/test_seeding.py"], others)
+    print("", verdict, *left_out, sep="\\n")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("added", "expected"),
+    ("added", "left_out"),
     [
-        ("", "missed"),
-        ("def test_nothing() -> None:\n    raise ValueError", "baseline fails"),
-        ("import no_such_module", "baseline fails"),
-        ("import os\nos._exit(3)", "baseline fails"),
+        ("", []),
+        ("def test_no() -> None:\n    raise ValueError", ["tests/test_seeding.py::test_no"]),
+        ("import no_such_module", ["tests/test_seeding.py"]),
+        ("import os\nos._exit(3)", ["tests/test_seeding.py"]),
     ],
 )
-def test_tests_that_fail_without_a_fault_are_left_out(
-    tmp_path: Path, added: str, expected: str
+def test_tests_that_fail_without_a_fault_are_left_out_and_the_others_judge(
+    tmp_path: Path, added: str, left_out: list[str]
 ) -> None:
-    assert outcome("-c", VERDICTS, str(tmp_path), added) == ["", expected, "", "noticed"]
+    alone = ["", "baseline fails" if left_out else "missed", *left_out]
+    assert outcome("-c", VERDICTS, str(tmp_path), added) == [*alone, "", "noticed", *left_out]
 
 
 @pytest.mark.slow
