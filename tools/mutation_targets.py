@@ -99,7 +99,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/checkpoints/test_checkpoint.py",
         f"{_UPDATE}/test_host_optimizer.py",
     ),
-    "training/update/recovery.py": (f"{_UPDATE}/test_recovery.py", _UPDATE),
+    "training/update/recovery.py": (
+        f"{_UPDATE}/test_splitting.py",
+        f"{_UPDATE}/test_recovery.py",
+        _UPDATE,
+        _RANKS,
+    ),
     "training/update/scores.py": (f"{_UPDATE}/test_passes.py", *_TRAINER, _RANKS),
     "training/update/optimizer.py": (
         f"{_UPDATE}/test_optimizer.py",

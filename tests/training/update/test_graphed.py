@@ -225,6 +225,30 @@ def test_a_capture_has_to_fit_beside_what_the_launched_pass_took(
     assert attempts == [True]
 
 
+def test_what_was_in_use_before_a_pass_needs_no_room_in_its_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, micro = double_policy(), packed((20, 33), share=True)
+    graphs, attempts = capturing(policy, monkeypatch, failures=0)
+    for name in ("allocated", "peak", "free_memory"):
+        monkeypatch.setattr(graphs, name, lambda: 2**33)
+    for _ in range(2):
+        run(policy, micro)
+    assert attempts == [True]
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_kernels_of_a_graph_are_told_the_longest_row_that_it_has_room_for(share: bool) -> None:
+    policy, micro = double_policy(), packed((20, 33), share=share)
+    graphs = graphed(policy)
+    policy.score(micro, entropy=True)
+    (known,) = graphs.passes.values()
+    fixed = known._fixed(pad(micro, known.sizes))
+    assert fixed.lengths == (known.sizes.longest,)
+    assert (fixed.keys is not None) is share
+    assert fixed.keys is None or fixed.keys.lengths == (known.sizes.most_keys,)
+
+
 def test_a_backward_pass_whose_memory_was_taken_by_another_pass_raises() -> None:
     policy = double_policy()
     graphed(policy)
@@ -248,8 +272,12 @@ def test_hooks_logits_and_scoring_without_gradients_are_not_replayed() -> None:
     )
     policy.score(micro, entropy=True)
     assert called
-    assert graphs.serial == 0
     handle.remove()
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        handle = getattr(next(policy.parameters()), register)(lambda *_: None)
+        policy.score(micro, entropy=True)
+        handle.remove()
+    assert graphs.serial == 0
     policy.score(micro, entropy=True)
     assert graphs.serial == 1
 

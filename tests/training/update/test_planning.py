@@ -218,6 +218,13 @@ def test_one_group_is_split_for_two_ranks_into_neighbours_that_share() -> None:
     assert plan == [[(0, 1), (6, 7)], [(2, 3), (4, 5)]]
 
 
+def test_parts_of_a_group_that_are_smaller_than_a_ranks_share_spread_evenly() -> None:
+    layout = begun_alike(16, [16] * 24)
+    plan = plan_micro_batches(layout, micro_token_budget=4000, world_size=4, shares=True)
+    work = [workload(layout, m, Cost(), shares=True) for (m,) in plan]
+    assert [each.tokens for each in work] == [16 + 6 * 16] * 4  # what is shared once on each rank
+
+
 def test_rows_as_long_as_the_longest_that_are_packed_are_packed() -> None:
     layout = of_lengths(10, 10)
     for longest, micro_batches in ((10, 1), (9, 2)):

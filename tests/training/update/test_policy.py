@@ -51,7 +51,7 @@ class Again:
         ("granite", {"logits_scaling": 4.0}, LogitRule(0.25, None)),
         ("gemma2", {"final_logit_softcapping": 2.0}, LogitRule(1.0, 2.0)),
         ("recurrent_gemma", {"logits_soft_cap": 2.0}, LogitRule(1.0, 2.0)),
-        ("hyperclovax", {"logits_scaling": 4.0}, LogitRule(4.0, None)),
+        ("hyperclovax", {"logits_scaling": 2.0}, LogitRule(2.0, None)),
         ("mpt", {"logit_scale": 4.0}, LogitRule(1.0, None)),
     ],
 )
@@ -290,6 +290,16 @@ def test_activations_are_recomputed_only_where_a_backward_pass_follows_and_never
         policy.score(micro)
     layers = model.config.num_hidden_layers
     assert used == ([False] * layers if checkpointing and grad else [])
+
+
+def test_a_pass_keeps_no_cache_of_keys_and_values() -> None:
+    model, caches = tiny_model(), list[object]()
+    policy, micro = Policy(model), pack(lay_out(synthetic_batch(0, 2)), range(2))
+    model.model.register_forward_hook(lambda *call: caches.append(call[-1].past_key_values))
+    policy.score(micro)
+    policy.one_at_a_time("a test")
+    policy.score(micro)
+    assert caches == [None] * 3
 
 
 def test_entropies_and_logits_come_where_they_are_asked_for() -> None:

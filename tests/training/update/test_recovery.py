@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 from ludic.errors import OutOfMemoryError
 from ludic.inference.tiny import tiny_model
 from ludic.plumbing.model_parts import decoder_layers
-from ludic.saw.batch import make_batch
-from ludic.saw.items import SAWItem
 from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.batching.scoring import LocalScores
@@ -33,7 +30,6 @@ from ludic.training.update.packing import Layout, lay_out, pack
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost
 from ludic.training.update.policy import Policy
-from ludic.training.update.recovery import Recovery, halves
 from tests.training.synthetic import SyntheticSource, reinforce, synthetic_batch
 
 BUDGET = 64
@@ -219,106 +215,6 @@ def test_a_reference_that_does_not_fit_is_scored_in_parts(count: int) -> None:
     assert fail.count > 2
     for ours, others in zip(parts, whole, strict=True):
         np.testing.assert_allclose(ours, others, rtol=1e-4, atol=1e-6)
-
-
-def test_a_rank_first_asks_for_what_earlier_backward_passes_took(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    recovery = Recovery(Policy(tiny_model()), World(device=torch.device("cuda")), BUDGET)
-    recovery._sharded = True
-    asked: list[int] = []
-
-    def empty(size: int, **_: Any) -> None:
-        asked.append(size)
-        if size > 100:
-            raise torch.OutOfMemoryError(FULL)
-
-    peaks = iter([150, 200, 200, 200, 200, 210])  # before each pass, and after it
-    monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: next(peaks))
-    assert recovery._has_room(40)
-    for tokens in (40, 20, 100):  # 2.5 bytes for each; nothing that is new; 1.1
-        assert recovery._measured(str, tokens)(tokens) == str(tokens)
-    assert recovery._has_room(40)
-    assert not recovery._has_room(42)
-    assert asked == [0, 100, 105]
-
-
-def test_a_pass_without_a_backward_pass_needs_no_room_for_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    recovery = Recovery(Policy(tiny_model()), World(), BUDGET)
-    monkeypatch.setattr(recovery, "_has_room", lambda _: False)
-    whole = ((0, 1), True)
-    assert list(recovery.run(batch(2), whole, "token", lambda part: part)) == [(whole, whole)]
-
-
-def test_a_rank_that_has_nothing_to_split_takes_part_in_the_others_halves_and_counts_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fits, splits = 0.0, 1.0
-    others = iter([(splits, -30.0), (fits, -math.inf), (fits, -math.inf)])
-    monkeypatch.setattr(World, "largest", lambda _, *own: [*map(max, own, next(others))])
-    recovery = Recovery(Policy(tiny_model()), World(), BUDGET)
-    alone = ((0,), True)
-    passes = list(recovery.run(batch(1), alone, "token", lambda part: part))
-    assert [part for part, _ in passes] == [alone, ((0,), False)]
-    assert next(others, None) is None
-    assert recovery.budget == 15
-
-
-def test_halves_keep_together_what_the_loss_sees_together() -> None:
-    layout = batch(6)
-    first, second = halves(layout, (0, 2, 3, 5), "token")
-    assert sorted((*first, *second)) == [0, 2, 3, 5]
-    assert halves(layout, (3,), "token") == [(3,)]
-
-
-def of_lengths(*lengths: int, rollouts: str = "abcdef") -> Layout:
-    """Rows that begin with their number, of these rollouts."""
-    items = []
-    for number, (length, rollout) in enumerate(zip(lengths, rollouts, strict=False)):
-        mask = np.array([0] * (length - 1) + [1], np.int8)
-        ids = np.full(length, 3 + number)
-        items.append(SAWItem(ids, np.ones(length, np.int8), mask, 1.0, rollout_id=rollout))
-    return lay_out(make_batch(items))
-
-
-def test_halves_are_cut_where_they_differ_least() -> None:
-    assert halves(of_lengths(6, 2, 2, 6), range(4), "token") == [(0, 1), (2, 3)]
-    assert halves(of_lengths(2, 2, 2, 10), range(4), "token") == [(0, 1, 2), (3,)]
-    assert halves(of_lengths(10, 2, 2, 2), range(4), "token") == [(0,), (1, 2, 3)]
-    assert halves(of_lengths(4, 4), range(2), "token") == [(0,), (1,)]
-    together = of_lengths(4, 4, 4, 4, rollouts="abab")
-    assert halves(together, range(4), "rollout") == [(0, 2), (1, 3)]
-    assert halves(together, (1, 3), "rollout") == [(1, 3)]
-    assert halves(together, (1, 3), "token") == [(1,), (3,)]
-
-
-def test_ranks_agree_on_the_worst_verdict_and_the_smallest_size_that_is_split(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fits, splits, recomputes, _ = range(4)
-    recovery = Recovery(Policy(tiny_model()), World(), BUDGET)
-    for other, own, agreed in (
-        ((fits, -math.inf), (fits, 40), (fits, 40)),
-        ((fits, -math.inf), (splits, 40), (splits, 40)),
-        ((splits, -30.0), (fits, 40), (splits, 30)),
-        ((splits, -30.0), (splits, 40), (splits, 30)),
-        ((splits, -50.0), (splits, 40), (splits, 40)),
-        ((recomputes, -math.inf), (splits, 40), (recomputes, 40)),
-    ):
-        monkeypatch.setattr(
-            World, "largest", lambda _, *mine, other=other: [*map(max, mine, other)]
-        )
-        assert recovery._agreed(*own) == agreed
-
-
-def test_on_one_device_no_layer_is_watched() -> None:
-    policy = Policy(tiny_model())
-    Recovery(policy, World(), BUDGET)
-    assert not any(module._forward_pre_hooks for module in policy.modules())
 
 
 def test_an_optimizer_without_memory_takes_the_same_step(
