@@ -48,7 +48,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tools.mutation_faults import ROOT, Fault, faults, mutated
-from tools.mutation_targets import TARGETS, UNSEEN
+from tools.mutation_targets import TARGETS
+from tools.mutation_unseen import UNSEEN
 
 _PRELOADED = (
     *("torch", "torch._dynamo", "transformers", "peft", "numpy", "safetensors.torch"),
