@@ -54,7 +54,6 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         "self.budget = min(self.budget, max(split_size // 2, self._fitted // 2, 1))",
         "1 -> 2",
     ): "every row has two tokens, and the longest fits whatever the budget",
-    (_POLICY, "return 0", "0 -> 1"): "every row has two tokens",
     (
         _POLICY,
         "if self.rope_threshold < sys.maxsize:",
@@ -96,7 +95,6 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         "1.0 -> 2.0",
     ): "a scale is never above 1, and times 1 changes nothing",
     (_GRAPHED, "ctx.set_materialize_grads(False)", "False -> True"): _NO_GRADIENT,
-    (_GRAPHED, "return torch.cuda.mem_get_info(self._device())[0]", "0 -> 1"): _ON_A_GPU,
     (
         _GRAPHED,
         "results, self.results = self.results, "

@@ -202,6 +202,11 @@ def test_captures_pause_for_longer_after_every_failure(monkeypatch: pytest.Monke
         assert [graphs.may_capture(0) for _ in range(passes + 1)] == [False] * passes + [True]
 
 
-def test_a_pass_that_is_never_captured_counts_no_memory() -> None:
-    graphs = graphs_of(Policy(tiny_model()))
-    assert (graphs.allocated(), graphs.peak()) == (0, 0)
+def test_only_passes_that_are_captured_count_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 3)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 5)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7, 11))  # what is free, and all
+    for capture, counted in ((True, (3, 5)), (False, (0, 0))):
+        graphs = graphs_of(Policy(tiny_model()), capture=capture)
+        assert (graphs.allocated(), graphs.peak()) == counted
+        assert graphs.free_memory() == 7

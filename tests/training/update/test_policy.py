@@ -366,9 +366,12 @@ def test_passes_on_a_gpu_are_replayed_where_they_compute_in_16_bits(
     replayed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    policy = Policy(tiny_model().to(dtype), TrainerConfig(precision=precision))
+    cfg = TrainerConfig(precision=precision)
+    policy = Policy(tiny_model().to(dtype), cfg)
     assert not policy._has_graphs("auto")  # on a CPU
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True)
+    graphs = Policy(policy.model, cfg, graphs=True).graphs
+    assert (graphs is not None and graphs.capture) is replayed
     assert policy._has_graphs("auto") == policy._has_graphs("varlen") == replayed
     assert not policy._has_graphs("sdpa")
     policy.packs = False
