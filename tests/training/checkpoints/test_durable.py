@@ -87,6 +87,27 @@ def test_a_checkpoint_that_is_written_twice_is_never_gone(
     assert verify_checkpoint(tmp_path / "ck/superseded-step-00000002")["state"]["step"] == 2
 
 
+def test_what_cannot_be_deleted_stays_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(path: Any, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError("busy")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    trainer = make(tmp_path, every=1, keep=1)
+    run(trainer, 2)
+    saver = trainer._checkpoints
+    assert saver is not None
+    saver.save(trainer.model, trainer.optimizer, TrainerState(2, 2))  # in the place of another
+    assert saver.resume(trainer.model, trainer.optimizer) == TrainerState(2, 2)
+    assert sorted(p.name for p in (tmp_path / "ck").glob("*step*")) == [
+        ".writing-step-00000001",
+        "step-00000002",
+        "superseded-step-00000002",
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -32,6 +32,16 @@ def test_a_device_needs_a_quarter_more_than_the_copies(
     assert has_room_for(tensors) == fits
 
 
+def test_what_is_free_is_known_of_the_host_and_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_room_for([torch.empty(1).expand(10**6)])  # 4 MB, which nobody allocates
+    assert not has_room_for([torch.empty(1).expand(10**15)])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (124, 10**12))
+    monkeypatch.setattr(checkpoint_contents, "local_rows", lambda tensor: (tensor, None, ()))
+    gpu = torch.device("cuda")
+    tensor: Any = SimpleNamespace(device=gpu, numel=lambda: 25, element_size=lambda: 4)
+    assert not has_room_for([tensor])
+
+
 def test_without_room_a_checkpoint_is_complete_when_saving_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,8 +188,9 @@ def test_a_row_that_does_not_fit_alone_is_recomputed(
     assert passes.recovery.recomputed_from == len(batch(1).packed[0].input_ids)
 
 
-def test_a_recomputed_row_keeps_only_its_layers_inputs() -> None:
-    policy = Policy(tiny_model())
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_recomputed_row_keeps_only_its_layers_inputs(fused: bool) -> None:
+    policy = Policy(tiny_model(), TrainerConfig(fused_layers=fused))
     micro, kept = pack(batch(1), (0,)), []
     for on in (False, True):
         sizes: list[int] = []
