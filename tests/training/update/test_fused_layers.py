@@ -140,8 +140,9 @@ def _scores(policy: Policy) -> tuple[Tensor | None, ...]:
         lambda model: with_adapter(model, use_dora=True),
         lambda model: _watched(model),
         lambda model: _patched(model),
+        lambda model: _replaced(model),
     ],
-    ids=["dropout", "DoRA", "hooks", "patched"],
+    ids=["dropout", "DoRA", "hooks", "patched", "replaced"],
 )
 def test_other_layers_run_as_their_own_code_says(fused: list[int], change: Any) -> None:
     model = change(tiny("qwen2").double())
@@ -158,6 +159,12 @@ def _watched(model: Any) -> Any:
 def _patched(model: Any) -> Any:
     for layer in model.model.layers:
         layer.mlp.forward = layer.mlp.forward
+    return model
+
+
+def _replaced(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.forward = layer.forward
     return model
 
 
