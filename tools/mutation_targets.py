@@ -81,6 +81,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         _RANKS,
     ),
     "plumbing/model_parts.py": (
+        "tests/test_model_parts.py",
         f"{_UPDATE}/test_logprobs.py",
         f"{_UPDATE}/test_policy.py",
         _UPDATE,

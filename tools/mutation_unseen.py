@@ -245,6 +245,20 @@ UNSEEN: dict[tuple[str, str, str], str] = {
                 "items = (_charge(i, c) for i, c in zip(batch.items, charges, strict=True))",
             ),
             (_PACKING, "return list(zip(rows, shared, strict=True))"),
+            ("saw/statistics.py", "for rollout, reward in zip(rollouts, rewards, strict=True):"),
+            ("saw/statistics.py", "for r, reward in zip(rollouts, rewards, strict=True):"),
+            (
+                "saw/building.py",
+                "for row, own, (at, end) in zip(rows, spans, pairwise(bounds), strict=True):",
+            ),
+            (
+                "saw/trainable.py",
+                "for index, (item, values) in enumerate(zip(items, found, strict=True)):",
+            ),
+            (
+                "training/credit_assignment/value_tracker.py",
+                "return dict(zip(names, weights, strict=True))",
+            ),
             (
                 _PLANNING,
                 "return sum(max(map(_load, together)) for together in zip(*plan, strict=True))",
