@@ -89,7 +89,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "sharding/weights.py": (
         f"{_UPDATE}/test_optimizer.py",
         "tests/distributed/test_publisher.py",
+        "tests/sharding/test_merged_weights.py",
+        "tests/distributed/test_checkpoint_shapes.py",
         "tests/distributed/test_adapter_weights.py",
+        "tests/training/checkpoints/test_state_shards.py",
         "tests/sharding",
     ),
     "training/config.py": (
