@@ -221,7 +221,7 @@ TAKES_AN_AGGREGATION = [
         ("group_mean", GroupMean()),
         ({"kind": "sequence_mean", "unit": "rollout"}, SequenceMean("rollout")),
         ({"kind": "constant", "length": 64}, Constant(64)),
-        (Constant(8), Constant(8)),
+        (Constant(1), Constant(1)),  # the sum, for each rollout
     ],
 )
 def test_an_aggregation_can_be_named(name: str, spec: Any, meant: Aggregation) -> None:
