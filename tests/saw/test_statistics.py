@@ -151,6 +151,7 @@ def test_items_are_counted_in_tokens_and_versions_that_are_known() -> None:
 
     assert item_statistics([]) == {"items": 0, "tokens": 0}
     sizes = {"items": 2, "tokens": 7, "item_tokens_mean": 3.5, "item_tokens_max": 5}
+    assert item_statistics([item(5, None), item(2, None)]) == sizes
     assert item_statistics([item(5, None), item(2, [-1, -1])]) == sizes
     spans = {"version_min": 3, "version_max": 8}
     assert item_statistics([item(5, [-1, 3, 4, 5, 8]), item(2, None)]) == sizes | spans
