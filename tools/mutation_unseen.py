@@ -86,11 +86,6 @@ UNSEEN: dict[tuple[str, str, str], str] = {
     (_OPTIMIZER, "fused=self._fused or None,", "and <-> or"): _ON_A_GPU,
     (
         _OPTIMIZER,
-        'where = master.device if self._fused else torch.device("cpu")',
-        "branches exchanged",
-    ): _ON_A_GPU,
-    (
-        _OPTIMIZER,
         "if scale != 1.0:",
         "1.0 -> 2.0",
     ): "a scale is never above 1, and times 1 changes nothing",
