@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from benchmarks.real_runs import OTHER_RATE, RATE
+from benchmarks.real_runs import NO_RATE, OTHER_RATE, RATE, RATE_UPDATES
 from benchmarks.results import (
     METRIC,
     Series,
@@ -30,6 +31,7 @@ from benchmarks.results import (
 from ludic.eval import EvalReport, headline_of
 from ludic.runs.publishing.card import in_public
 
+_Groups = Mapping[str, Sequence[Series]]
 MARK = "<!-- Made by `benchmarks.results real`: what follows is overwritten. -->"
 BEGIN, END = "<!-- Made by `benchmarks.results real --readme`. -->", "<!-- Until here. -->"
 TASK = """\
@@ -122,9 +124,9 @@ def _read(path: Path, label: str, *, alone: bool) -> Series | None:
     run = replace(read_run(path, label, curve=False), alone=alone)
     if run.facts is None or not (run.points or run.facts.reports):
         return None
-    if not run.facts.settings["training"]["steps"] and run.facts.settings.get("sft") is None:
+    if run.facts.settings["training"].get("learning_rate") == NO_RATE:
         reports = {"after_rl": run.facts.reports["before"]}  # weights that another one trained
-        return replace(run, facts=replace(run.facts, reports=reports))
+        return replace(run, points=[], facts=replace(run.facts, reports=reports))
     return run
 
 
@@ -153,20 +155,44 @@ def _write_page(page: str, book: Book, root: Path, made_by: str) -> None:
     earlier = target.read_text(encoding="utf-8") if target.exists() else ""
     if MARK in earlier:  # somebody may have said more
         words = earlier.partition(MARK)[0].strip().partition("\n")[2].strip()
-    groups = grouped(book.series[page])
+    groups, tried = _apart(grouped(book.series[page]))
     draw({name: [r for r in runs if r.points] for name, runs in groups.items()}, image, METRIC, 8)
     where = Path(os.path.relpath(image, target.parent)).as_posix()
     parts = [f"# {title}", words.strip(), MARK, _company(groups), *book.notes]
     parts += [summary_table(groups, ()), f"![{title}]({where})"]
     if every := runs_table(book.series[page]):
         parts += ["Held-out episodes of every run, with 95 % intervals:", every]
+    if tried:
+        parts += [
+            f"The first {RATE_UPDATES} updates at another learning rate:",
+            _rates(groups, tried),
+        ]
     if page == "distillation":
         parts += ["Tokens that each run sampled and trained on:", _tokens(groups)]
     if lost := book.lost(page):
         parts += ["## Cut, stopped and failed", "\n".join(lost)]
-    parts += how_it_was_run(groups, made_by, settings_of=1)
+    parts += how_it_was_run(grouped(book.series[page]), made_by, settings_of=1)
     target.write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
     print(f"wrote {target} and {image}")
+
+
+def _apart(groups: dict[str, list[Series]]) -> tuple[_Groups, _Groups]:
+    """The runs to compare, and by the same names those that only try another learning rate."""
+    other = f" at {OTHER_RATE}"
+    tried = {name.removesuffix(other): r for name, r in groups.items() if name.endswith(other)}
+    return {name: r for name, r in groups.items() if not name.endswith(other)}, tried
+
+
+def _rates(groups: _Groups, tried: _Groups) -> str:
+    """The reward of the second half of a trial, beside the same updates of the first long run."""
+    half = slice(RATE_UPDATES // 2, RATE_UPDATES)
+    where = f"reward, updates {half.start + 1} to {half.stop}"
+    rows = [["", f"{where}, {RATE}", f"{where}, {OTHER_RATE}", f"right after them, {OTHER_RATE}"]]
+    for name, (run, *_) in tried.items():
+        means = [fmean(p.reward for p in each.points[half]) for each in (groups[name][0], run)]
+        right = _rate(reports_of([run], "after_rl"))
+        rows.append([name, *(f"{mean:.3f}" for mean in means), right])
+    return table(rows)
 
 
 def _company(groups: Mapping[str, Sequence[Series]]) -> str:
@@ -219,7 +245,7 @@ HEADER = ["task", "model", "seeds", "before", "after", "updates", "minutes", "pe
 def _rows(book: Book, pages: Sequence[str]) -> list[list[str]]:
     rows = []
     for page in pages:
-        groups = grouped(book.series[page])
+        groups, _ = _apart(grouped(book.series[page]))
         peers = [runs for name, runs in groups.items() if name.startswith("TRL")]
         for name, runs in groups.items():
             ours = page == "gsm8k" and not name.startswith("TRL")

@@ -23,6 +23,8 @@ ALGORITHMS = {
 }
 RATE, OTHER_RATE = "2e-6", "4e-6"
 """The learning rate of all algorithms on the 0.5B, and the one that is tried beside it."""
+RATE_UPDATES, NO_RATE = 12, 1e-12
+"""How long that one is tried; and a rate that moves nothing, for a run that only evaluates."""
 BATCH = 128
 """Episodes an update, as the README's run has it."""
 TEACHER = "gsm8k-1.5b-s0"
@@ -180,11 +182,11 @@ def _words(algorithm: str) -> tuple[str, ...]:
 
 
 def _rate(args: argparse.Namespace, name: str) -> Job:
-    """Twelve updates at another rate, to be held against the first twelve of the long run."""
+    """A few updates at another rate, to be held against the first ones of the long run."""
     label = f"{ALGORITHMS[name]} at {OTHER_RATE}"
     words = (*_words(name), f"training.learning_rate={OTHER_RATE}")
     pages = (("algorithms", label),)
-    return _small(args, f"rate-{name}", 0, label, *words, pages=pages, updates=12)
+    return _small(args, f"rate-{name}", 0, label, *words, pages=pages, updates=RATE_UPDATES)
 
 
 def _over_redis(args: argparse.Namespace, seed: int) -> Job:
@@ -290,7 +292,7 @@ def _peer(args: argparse.Namespace) -> list[Job]:
             # A run has to train: one step, at a rate that moves nothing.
             words=(
                 *("model.name={work}/trl-1.5b-s0/model", "training.steps=1"),
-                "training.learning_rate=1e-12",
+                f"training.learning_rate={NO_RATE}",
             ),
             large=True,
             needs=("trl-1.5b-s0",),
