@@ -25,7 +25,7 @@ from ludic.inference.client import ChatClient
 from ludic.pipeline.messages import Group, Times, Unit, group_message, read_unit
 from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, stamped
 from ludic.pipeline.policy_follower import PolicyFollower
-from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries
+from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries, flat
 from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.requests import RolloutRequest
 
@@ -37,6 +37,7 @@ Accepts = Callable[[RolloutRequest], str | None]
 _POLL_S = (0.02, 0.3)
 _SLOWER = 1.05  # so that no pause is longer than a twentieth of the wait so far
 _TAKE = 32
+_SEND, _SEND_BYTES = 8, 2**20  # groups in one call, and about how much of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,8 @@ class Actor:
         self._lock = threading.Lock()
         self._held: dict[str, asyncio.Task[None]] = {}
         self._sending: set[str] = set()
+        self._outbox: dict[str, Group] = {}
+        self._line = asyncio.Lock()
         self._news: tuple[StoredPolicy | None, str] = (None, "")
         self._policies = PolicyFollower(self._store, client, cfg.policy_address, cfg.policy_s)
         self._failure: BaseException | None = None
@@ -239,18 +242,26 @@ class Actor:
     async def _carry_out(self, entry: str, unit: Unit | Group) -> None:
         group = unit if isinstance(unit, Group) else await self._sample(unit)
         self._sending.add(entry)
-        message = await asyncio.to_thread(group_message, group)
-        tokens = sum(rollout.num_tokens for rollout in group.rollouts)
-        sent = (self.name, entry, group.number, message, tokens)
-        word = (await self._store.run_async("append", *sent)).decode()
-        if word != "ok":
-            self.report.refused[word] += 1
-            _log.info("unit %d: its group is refused (%s)", group.number, word)
-            return
-        self.report.groups += 1
-        self.report.episodes += len({rollout.episode_id for rollout in group.rollouts})
-        self.report.tokens += tokens
-        self.report.bytes += len(message)
+        self._outbox[entry] = group
+        async with self._line:  # whoever has it sends what others have ready, too
+            while entry in self._outbox:
+                each = self.report.bytes // max(self.report.groups, 1)
+                count = min(_SEND, max(_SEND_BYTES // max(each, 1), 1))
+                await self._send([(e, self._outbox.pop(e)) for e in list(self._outbox)[:count]])
+
+    async def _send(self, parcel: list[tuple[str, Group]]) -> None:
+        # In one thread at a time: several would only take turns, and hold up the sampling.
+        rows = await asyncio.to_thread(lambda: [(e, *_row(group)) for e, group in parcel])
+        words = await self._store.run_async("append", self.name, *flat(rows))
+        for (_, group), (_, number, message, tokens), word in zip(parcel, rows, words, strict=True):
+            if word != b"ok":
+                self.report.refused[word.decode()] += 1
+                _log.info("unit %d: its group is refused (%s)", number, word.decode())
+                continue
+            self.report.groups += 1
+            self.report.episodes += len({rollout.episode_id for rollout in group.rollouts})
+            self.report.tokens += tokens
+            self.report.bytes += len(message)
 
     async def _sample(self, unit: Unit) -> Group:
         while True:
@@ -323,6 +334,12 @@ class Actor:
         if lost := [entry.decode() for entry in answer[2]]:
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._give_up, lost)
+
+
+def _row(group: Group) -> tuple[int, bytes, int]:
+    """Number, message and tokens of a group, as `append` takes them."""
+    tokens = sum(rollout.num_tokens for rollout in group.rollouts)
+    return group.number, group_message(group), tokens
 
 
 def only(requests: Iterable[RolloutRequest]) -> Accepts:
