@@ -26,7 +26,7 @@ from ludic.pipeline.messages import Group, Times, Unit, group_message, read_unit
 from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, stamped
 from ludic.pipeline.policy_follower import PolicyFollower
 from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries, flat
-from ludic.rollouts.engine import RolloutEngine
+from ludic.rollouts.engine import Progress, RolloutEngine
 from ludic.rollouts.requests import RolloutRequest
 
 _log = logging.getLogger("ludic.pipeline")
@@ -36,7 +36,7 @@ Accepts = Callable[[RolloutRequest], str | None]
 
 _POLL_S = (0.02, 0.3)
 _SLOWER = 1.05  # so that no pause is longer than a twentieth of the wait so far
-_TAKE = 32
+_TAKE, _FREE = 32, 8  # units at most; episodes at least, as one in so many of `concurrency`
 _SEND, _SEND_BYTES = 8, 2**20  # groups in one call, and about how much of them
 
 
@@ -116,7 +116,7 @@ class Actor:
         self._engine, self._accepts, self._client = engine, accepts, client
         self._lock = threading.Lock()
         self._held: dict[str, asyncio.Task[None]] = {}
-        self._sending: set[str] = set()
+        self._under_way: dict[str, int] = {}  # units that are not sampled yet: episodes to end
         self._outbox: dict[str, Group] = {}
         self._line = asyncio.Lock()
         self._news: tuple[StoredPolicy | None, str] = (None, "")
@@ -172,8 +172,7 @@ class Actor:
             if ended:  # what is under way, nobody will train on
                 return f"the run has ended: {ended}"
             self._policies.follow(policy)
-            busy = len(self._held) - len(self._sending)
-            room = max(self.cfg.concurrency // episodes_per_unit, 1) - busy
+            room = self._room(episodes_per_unit)
             taken = await self._take(min(room, _TAKE)) if room > 0 and policy else []
             for entry, number, message in taken:
                 unit = self._read(number, message)  # raises for one that others must run
@@ -185,6 +184,14 @@ class Actor:
             if not taken:
                 await self._pause(stop, pause)
                 pause = min(pause * _SLOWER, _POLL_S[1])
+
+    def _room(self, episodes_per_unit: int) -> int:
+        """How many units to take. Not a few whenever a few episodes have ended: an engine holds up
+        all others for prompts that join."""
+        free = self.cfg.concurrency - sum(self._under_way.values())
+        if not self._under_way:
+            return max(free // episodes_per_unit, 1)
+        return free // episodes_per_unit if free * _FREE >= self.cfg.concurrency else 0
 
     async def _pause(self, stop: asyncio.Event, seconds: float) -> None:
         waits = [*self._held.values(), asyncio.ensure_future(stop.wait())]
@@ -229,19 +236,21 @@ class Actor:
         task = asyncio.get_running_loop().create_task(self._carry_out(entry, unit))
         with self._lock:
             self._held[entry] = task
+        if isinstance(unit, Unit):
+            self._under_way[entry] = sum(r.num_episodes for r in unit.requests)
 
         def done(task: asyncio.Task[None]) -> None:
             with self._lock:
                 self._held.pop(entry, None)
-            self._sending.discard(entry)
+            self._under_way.pop(entry, None)
             if not task.cancelled() and (error := task.exception()) is not None:
                 self._failure = self._failure or error
 
         task.add_done_callback(done)
 
     async def _carry_out(self, entry: str, unit: Unit | Group) -> None:
-        group = unit if isinstance(unit, Group) else await self._sample(unit)
-        self._sending.add(entry)
+        group = unit if isinstance(unit, Group) else await self._sample(entry, unit)
+        self._under_way.pop(entry, None)
         self._outbox[entry] = group
         async with self._line:  # whoever has it sends what others have ready, too
             while entry in self._outbox:
@@ -263,7 +272,10 @@ class Actor:
             self.report.tokens += tokens
             self.report.bytes += len(message)
 
-    async def _sample(self, unit: Unit) -> Group:
+    async def _sample(self, entry: str, unit: Unit) -> Group:
+        def note(progress: Progress) -> None:
+            self._under_way[entry] = progress.total - progress.finished
+
         while True:
             asked = time.monotonic()
             first = (await self._policies.enough_for(unit)).serial
@@ -273,6 +285,7 @@ class Actor:
                 unit.max_steps,
                 max(sum(r.num_episodes for r in unit.requests), 1),
                 prefix=unit.prefix,
+                on_progress=note,
             )
             try:
                 marked = stamped(
@@ -289,7 +302,7 @@ class Actor:
         the server, if it is not ours."""
         for entry in lost:
             task = self._held.get(entry)
-            if task is not None and entry not in self._sending and task.cancel():
+            if task is not None and entry in self._under_way and task.cancel():
                 self.report.refused["taken over"] += 1
                 _log.warning("a unit was given to another actor meanwhile: it is given up here")
 
