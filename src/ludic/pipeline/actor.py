@@ -161,7 +161,7 @@ class Actor:
 
     async def _work(self, stop: asyncio.Event) -> str:
         """Takes units until there is a reason to stop, which it returns."""
-        pause, episodes_per_unit = _POLL_S[0], 1
+        pause, episodes_per_unit = _POLL_S[0], self.cfg.concurrency  # the first says how many
         while True:
             if self._failure is not None:
                 raise self._failure
