@@ -106,6 +106,18 @@ def test_a_unit_comes_back_with_its_requests() -> None:
     assert read_unit(unit_message(unit)) == unit
 
 
+def test_the_requests_of_a_unit_share_what_they_have_alike_and_nothing_else() -> None:
+    values: list[Any] = [1, 1, 1.0, True, None, float("nan")]
+    requests = tuple(
+        RolloutRequest(EnvSpec("e", {"x": value}), ProtocolSpec("p", {}), sampling_seed=seed)
+        for seed, value in enumerate(values)
+    )
+    read = read_unit(unit_message(Unit(0, requests, "unit-0", 1))).requests
+    assert read[0].env is read[1].env
+    assert len({id(request.protocol) for request in read}) == 1
+    assert [repr(request) for request in read] == [repr(request) for request in requests]
+
+
 @given(st.data())
 def test_no_change_of_a_byte_goes_unnoticed(data: st.DataObject) -> None:
     message = bytearray(group_message(Group(1, (sampled(completion_logprobs=(-1.0, -2.0)),))))

@@ -26,7 +26,7 @@ from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from ludic.errors import DataError, SchemaVersionError, SerializationError
-from ludic.plumbing.records import Numbers, ready
+from ludic.plumbing.records import Numbers, changed, encode, ready
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.storage import whole_prompts, without_repeats
 from ludic.rollouts.storage import with_traces as with_traces
@@ -137,9 +137,24 @@ def read_unit(message: bytes) -> Unit:
     body: _Unit = unpack("unit", message, cls=_Unit)
     if not body.requests:
         raise SerializationError("a unit of work without requests")
-    requests = tuple(from_json(RolloutRequest, request) for request in body.requests)
+    requests = _sharing(from_json(RolloutRequest, request) for request in body.requests)
     needs = (body.policy, body.attempt, body.version)
     return Unit(body.number, requests, body.prefix, body.max_steps, *needs)
+
+
+def _sharing(requests: Iterable[RolloutRequest]) -> tuple[RolloutRequest, ...]:
+    """The same requests; what they have in common is one object, as it was for the sender. The
+    engine looks up once for each object what to make an episode with."""
+    parts: dict[tuple[type, bytes], Any] = {}
+
+    def first(part: Any) -> Any:
+        same = parts.setdefault((type(part), encode(part)), part)
+        return same if same == part else part  # as JSON, NaN is None
+
+    return tuple(
+        changed(r, env=first(r.env), protocol=first(r.protocol), inference=first(r.inference))
+        for r in requests
+    )
 
 
 def group_message(group: Group) -> bytes:

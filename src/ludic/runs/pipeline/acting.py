@@ -19,6 +19,7 @@ from ludic.interaction import Runtime
 from ludic.pipeline.actor import Accepts, ActorConfig, ActorReport, only, run_pipeline_actor
 from ludic.runs import episodes
 from ludic.runs.check_episodes import check_programs
+from ludic.runs.interruption import rare_collections
 from ludic.runs.locate import read_run
 from ludic.runs.pipeline.address import find_pipeline, section_of
 from ludic.runs.pipeline.roster import Roster
@@ -52,7 +53,10 @@ async def act_for(
         roster = None
         if config.inference.servers == "registered" and not servers:
             roster = Roster(config, folder.path if folder else None, url=url, published=True)
-        async with _opened(config, list(servers), tokenizer, roster) as (runtime, follower):
+        async with AsyncExitStack() as stack:
+            opened = _opened(config, list(servers), tokenizer, roster)
+            runtime, follower = await stack.enter_async_context(opened)
+            stack.enter_context(rare_collections())
             return await run_pipeline_actor(
                 pipeline,
                 episodes.rollout_engine(
