@@ -48,10 +48,10 @@ test questions.
 """
 ALGORITHMS = f"""
 The 0.5B with every algorithm, equal batches, the same 400 draws from the test questions as
-evaluation, and a learning rate of {RATE} for all of them. Runs “at {OTHER_RATE}” are twelve updates
-at another rate, to be held against the first twelve of the others. Where there is one seed, a
-difference of a few points may be chance: look at the intervals. SPO's baseline is what a question
-gave before, so it sees only the first 512 questions, each about ten times.
+evaluation, and a learning rate of {RATE} for all of them; {OTHER_RATE} was tried for {RATE_UPDATES}
+updates with each. Where there is one seed, a difference of a few points may be chance: look at the
+intervals. SPO's baseline is what a question gave before, so it sees only the first 512 questions,
+each about ten times.
 """
 DISTILLATION = """
 The 1.5B after its run of [GSM8K](gsm8k.md) is the teacher, the 0.5B the student. OPD trains it on

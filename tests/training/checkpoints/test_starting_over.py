@@ -75,6 +75,13 @@ def test_without_resume_a_run_that_saves_nothing_leaves_nothing_to_resume(tmp_pa
     fresh.close()
 
 
+def test_without_resume_checkpoints_that_nothing_points_to_are_kept_aside(tmp_path: Path) -> None:
+    run(make(tmp_path, keep=1), 2)
+    (tmp_path / "ck/latest").unlink()
+    run(make(tmp_path, keep=1, resume=False), 1)
+    assert names(tmp_path) == ["step-00000001", "superseded-step-00000002"]
+
+
 def test_what_lies_ahead_of_a_latest_moved_back_is_kept_aside(tmp_path: Path) -> None:
     run(make(tmp_path, keep=4), 8)
     (tmp_path / "ck/latest").write_text("step-00000002")

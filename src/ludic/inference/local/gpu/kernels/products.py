@@ -316,8 +316,10 @@ def gated_tiles(rows: int, inner: int, width: int, *, adapted: bool = False) -> 
     # A second tile leaves no memory for the adapters' first product beside this one.
     if measured and not (adapted and measured.more):
         return measured
-    if rows <= 64:
-        return Tiles(_row_tile(rows), 32, 64)
+    if rows <= 16 and inner % 128 == 0 and not adapted:
+        return Tiles(16, 32, 128, stages=3)
+    if rows <= 64:  # 32 rows by tiles of 32 take a fifth more: each warp reads all weights
+        return Tiles(16 if rows <= 16 else 64, 32, 64)
     if width % 64 == 0 and (width >= 16384 or width <= 6144 or rows > 128):
         return Tiles(128, 64, 64, stages=6)
     return Tiles(128, 32, 64)
