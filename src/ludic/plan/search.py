@@ -165,8 +165,9 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
         )
 
     profile, rate = costs.profile, job.failures_per_gpu_hour
-    actors = job.hosts if alone else actors_of(job)
+    actors = job.hosts if alone else max(1, ceil(work.episodes / EPISODES_PER_ACTOR))
     published, streams = not alone, job.mode == "async"
+    engines = actors if alone and streams else 1
     own = profile["host_own_s"] if alone and actors > 1 and not streams else 0.0
     copied, arrives = costs.handed_over_s() if alone and streams else (0.0, 0.0)
     return (
@@ -174,7 +175,11 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
             workload=work,
             servers=max(split.servers, 1),
             slots=slots,
-            step_s=_step_s(job, split, slots, engines=actors if alone and streams else 1),
+            # Actors on one GPU have engines of their own, which take turns.
+            step_s=[
+                engines * costs.decode_s(ceil(rows / engines), 0.0, gpus, server=not alone)
+                for rows in range(slots + 1)
+            ],
             cached_s=costs.cached_token_s(gpus),
             prompt_s=costs.prompt_s(1, work.prompt, gpus),
             request_s=0.0 if alone else profile["server_request_s"],
@@ -190,7 +195,7 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
             arrives_s=arrives,
             pause_s=costs.pause_s if published else 0.0,
             other_s=profile["other_s"],
-            lag=job.lag if job.mode == "async" else int(job.mode == "ahead"),
+            lag=_lag(job),
             ahead=job.mode == "ahead",
             in_order=job.in_order,
             shared=alone,
@@ -205,25 +210,11 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
     )
 
 
-def _step_s(job: Job, split: Split, slots: int, *, engines: int) -> list[float]:
-    """A decode step by its rows. Actors on one GPU have engines of their own, which take turns."""
-    costs, gpus, server = job.costs, split.gpus_per_server, split.servers > 0
-    return [
-        engines * costs.decode_s(ceil(rows / engines), 0.0, gpus, server=server)
-        for rows in range(slots + 1)
-    ]
-
-
 def host_episode_s(job: Job) -> float:
     """What an episode takes of the host, beside what its own environment computes."""
     profile = job.costs.profile
     thread_s = profile["host_thread_s"] if job.threaded else 0.0
     return profile["host_episode_s"] - (0.0 if job.writes else profile["host_write_s"]) + thread_s
-
-
-def actors_of(job: Job) -> int:
-    """How many processes play the episodes of a run with servers."""
-    return max(1, ceil(job.workload.episodes / EPISODES_PER_ACTOR))
 
 
 def try_split(job: Job, split: Split, updates: int) -> Option:

@@ -26,14 +26,14 @@ _DOWN = 1 << 30
 
 
 class _Server:
-    __slots__ = ("at", "busy", "cached", "ends", "load", "row_s", "rows", "stamp", "steps", "wait")
+    __slots__ = ("at", "cached", "ends", "load", "rows", "stamp", "steps", "wait")
 
     def __init__(self) -> None:
         self.rows, self.cached, self.steps = 0, 0.0, 0.0
         self.at = 0.0  # up to when its progress is computed; later than now while it stands still
         self.ends: list[tuple[float, int]] = []
         self.wait: deque[int] = deque()
-        self.load, self.stamp, self.busy, self.row_s = 0, 0, 0.0, 0.0
+        self.load, self.stamp = 0, 0
 
 
 class _Simulation:
@@ -72,7 +72,6 @@ class _Simulation:
         while self.done < self.work.updates:
             self.settle()
             self.now, _, kind, what, caused = heappop(self.queue)
-            self.result.events += 1
             if self.traced:
                 self.result.trace.append((caused, self.now, kind))
             getattr(self, f"on_{kind}")(what)
@@ -156,14 +155,12 @@ class _Simulation:
         if server.rows:
             step, grows = self.step_of(server)
             steps = 2 * elapsed / (step + sqrt(step * step + 2 * grows * elapsed))
-            self.step(server, steps, elapsed)
+            self.step(server, steps)
         server.at = self.now
 
-    def step(self, server: _Server, steps: float, elapsed: float) -> None:
+    def step(self, server: _Server, steps: float) -> None:
         server.steps += steps
         server.cached += steps * server.rows
-        server.busy += elapsed
-        server.row_s += elapsed * server.rows
 
     def step_of(self, server: _Server) -> tuple[float, float]:
         """The time of the next step, and by how much each is longer than the one before."""
@@ -189,8 +186,7 @@ class _Simulation:
         server = self.servers[index]
         if stamp != server.stamp:
             return
-        steps = max(server.ends[0][0] - server.steps, 0.0)
-        self.step(server, steps, max(self.now - server.at, 0.0))
+        self.step(server, max(server.ends[0][0] - server.steps, 0.0))
         server.at = self.now
         self.dirty.add(index)
         while server.ends and server.ends[0][0] <= server.steps + _SAME:
@@ -278,11 +274,8 @@ class _Simulation:
             self.stand_still(computing)
         if setup.in_process and setup.ahead:  # the trainer's thread has the interpreter, too
             self.own = max(self.now, self.own) + computing
-        self.push(self.now + busy + setup.other_s, "trained")
+        self.push(self.now + busy + setup.other_s + setup.publish_s, "published")
         self.start_allowed()
-
-    def on_trained(self, _: None) -> None:
-        self.push(self.now + self.setup.publish_s, "published")
 
     def on_published(self, _: None) -> None:
         self.done += 1
@@ -370,9 +363,6 @@ class _Simulation:
         result.lag_mean = sum(self.lags) / len(self.lags)
         result.lag_max = max(self.lags)
         result.longest = sum(self.longest) / len(self.longest)
-        busy, row_s = sum(s.busy for s in self.servers), sum(s.row_s for s in self.servers)
-        result.servers_busy = busy / (len(self.servers) * max(self.now, 1e-12))
-        result.rows_mean = row_s / busy if busy else 0.0
         each = result.trained / len(self.parts)
         result.tokens_per_s = each / result.update_s if result.update_s else inf
         return result
