@@ -299,6 +299,7 @@ def need_of_server(config: RunConfig, model: nn.Module | ModelShape) -> ServerNe
     """Estimates what the run's vLLM server needs of each of its GPUs."""
     item = sampling_dtype(precision_of(config)).itemsize
     batched = config.inference.vllm.flag("max-num-batched-tokens")
+    facts: dict[str, Any] | ModelShape
     if isinstance(model, ModelShape):
         facts, parameters = model, model.parameters
     else:
