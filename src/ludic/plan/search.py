@@ -80,7 +80,6 @@ class Option:
     taken: int
     """What a rank is expected to take; the plan's total is the most."""
     server_bytes: int
-    slots: int
     actors: int
     result: Result
     limit: str
@@ -141,8 +140,8 @@ def splits(job: Job, gpus: int) -> Iterator[Split]:
             yield Split(ranks, servers, each)
 
 
-def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, int]:
-    """What the simulation plays; the trainer's plan; a server's rows and bytes."""
+def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int]:
+    """What the simulation plays; the trainer's plan; a server's bytes."""
     costs, work = job.costs, replace(job.workload, updates=updates)
     alone = split.servers == 0
     plan = trainer_plan(job, split.ranks, samples=alone)
@@ -203,7 +202,7 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
             checkpoint_s=costs.checkpoint_s / split.ranks,
             seed=job.seed,
         ),
-        *(plan, slots, server_bytes),
+        *(plan, server_bytes),
     )
 
 
@@ -216,11 +215,11 @@ def host_episode_s(job: Job) -> float:
 
 def try_split(job: Job, split: Split, updates: int) -> Option:
     """Plays some updates of a split that fits."""
-    setup, plan, slots, server_bytes = setup_of(job, split, updates)
+    setup, plan, server_bytes = setup_of(job, split, updates)
     result = simulate(setup)
     limit = limit_of(job, split, setup, result)
     taken = sum(taken_bytes(job, plan, split.ranks).values())
-    return Option(split, plan, taken, server_bytes, slots, setup.hosts, result, limit)
+    return Option(split, plan, taken, server_bytes, setup.hosts, result, limit)
 
 
 def best(job: Job, gpus: int) -> Option:
