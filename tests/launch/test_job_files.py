@@ -130,14 +130,6 @@ def test_the_entrypoint_survives_two_shells(job: dict[str, Any]) -> None:
     assert calls(job) == [f"ludic|launch run.toml --out {AWKWARD}"]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"name": "Not Good"}, {"nodes": 0}, {"hours": 0.1}, {"memory_gib": 0}]
-)
-def test_sizes_that_no_cluster_takes_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        replace(SIZES, **wrong)
-
-
 def test_a_run_file_becomes_a_job_file_with_room_for_its_roles(tmp_path: Path) -> None:
     sizes = "cluster={trainer_nodes=2, ranks_per_node=8, servers=10, gpus_per_server=2}"
     settings = [sizes, "inference.backend=vllm"]

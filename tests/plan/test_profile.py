@@ -49,7 +49,8 @@ def test_a_file_that_is_no_profile_is_one_sentence(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match="cannot be read"):
             load_profile(path)
-    facts = load_profile("h200").plain()
+    load_profile("h200").write(path)
+    facts = json.loads(path.read_text())
     for odd in ({"like": 5}, {"like": "h200", "figures": {}}):
         path.write_text(json.dumps(facts | odd))
         with pytest.raises(ConfigError, match="cannot be read"):

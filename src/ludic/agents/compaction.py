@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -36,16 +36,6 @@ _ADDED = 256
 _SOME_TEXT = "The red door is locked; the key was in room 3. "
 
 
-@runtime_checkable
-class RecordedClient(Protocol):
-    """A client that repeats what was recorded, and so knows where a dialogue was compacted: the
-    lengths of prompts, which decide it otherwise, may be unknown there."""
-
-    def compaction(self, conversation_id: str | None) -> Info | None:
-        """The `info` of the compaction that the conversation's next call belongs to, if any."""
-        ...
-
-
 class Compactor:
     """Compacts the dialogue of one agent."""
 
@@ -65,12 +55,11 @@ class Compactor:
         """Compacts the dialogue if it is time; returns the `info` of the turn that this was, whose
         model calls are the agent's `steps_of_turn`."""
         record: Info | None = None
-        if isinstance(client := self._agent.client, RecordedClient):
-            record = client.compaction(self._agent.conversation_id)
-            due = record is not None
-        else:
-            due = self._is_due()
-        if not due:
+        # A client that repeats what was recorded knows where a dialogue was compacted: the lengths
+        # of prompts, which decide it otherwise, may be unknown there.
+        if recorded := getattr(self._agent.client, "compaction", None):
+            record = recorded(self._agent.conversation_id)
+        if record is None and (recorded or not self._is_due()):
             return None
         self._agent.begin_turn()
         info = self.info = {"compacted": True, "left_out": []}

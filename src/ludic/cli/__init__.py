@@ -11,7 +11,7 @@ def main() -> None:
     from ludic.cli.app import app
     from ludic.errors import LudicError
     from ludic.plumbing.text import visible
-    from ludic.sharding.ranks import launched
+    from ludic.sharding.ranks import launched, tells_of_failure
 
     debug = "--debug" in sys.argv
     if debug:
@@ -20,22 +20,17 @@ def main() -> None:
         app()
     except Exception as exc:
         here = launched()
-        if here.size > 1 and not _tells(exc):
-            sys.exit(2)
+        if here.size > 1:  # of several ranks, one reports a failure
+            from ludic.sharding.world import PeerError
+
+            if not tells_of_failure(told_of_it=isinstance(exc, PeerError)):
+                sys.exit(2)
         if debug or not isinstance(exc, LudicError | OSError):
             raise
         sentence = str(exc) if isinstance(exc, LudicError) else _explained(exc)
         rank = "" if here.leads else f" (rank {here.rank})"
         print(f"ludic{rank}: {visible(' '.join(sentence.split()))}", file=sys.stderr)
         sys.exit(2)
-
-
-def _tells(exc: Exception) -> bool:
-    """Whether this rank is to report a failure: of several, one does."""
-    from ludic.sharding.ranks import tells_of_failure
-    from ludic.sharding.world import PeerError
-
-    return tells_of_failure(told_of_it=isinstance(exc, PeerError))
 
 
 def _explained(exc: OSError) -> str:

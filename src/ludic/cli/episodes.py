@@ -131,9 +131,10 @@ def replay(
     from ludic.runs.playing import replay_file
     from ludic.runs.results.terminal import say
 
-    result = asyncio.run(replay_file(rollouts, limit=limit, model=model, on_divergence=say))
-    what = f"{result.steps} steps" + (f", {result.tokens} tokens" if model else "")
-    say(f"{result.same} of {result.episodes} episodes are the same again ({what} compared)")
-    if result.others:
-        say(f"{result.others} episodes were played with other models too, and cannot be run again")
-    raise SystemExit(1 if result.diverged else 0)
+    counts = asyncio.run(replay_file(rollouts, limit=limit, model=model, on_divergence=say))
+    what = f"{counts['steps']} steps" + (f", {counts['tokens']} tokens" if model else "")
+    same, others, diverged = (counts[name] for name in ("same", "others", "diverged"))
+    say(f"{same} of {same + others + diverged} episodes are the same again ({what} compared)")
+    if others:
+        say(f"{others} episodes were played with other models too, and cannot be run again")
+    raise SystemExit(1 if diverged else 0)

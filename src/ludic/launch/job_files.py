@@ -8,12 +8,9 @@ started again resumes what it finds in the run's folder.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-
-from ludic.errors import ConfigError
 
 RAY_PORT = 20_000
 """From here on Ray takes none by itself: its workers have 10002 to 19999."""
@@ -46,21 +43,6 @@ class JobSizes:
     image: str = "rayproject/ray:2.60.0-py311"
     claim: str = "shared"
     mount: str = "/shared"
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,45}[a-z0-9])?", self.name):
-            raise ConfigError(
-                f"a job's name={self.name!r}: use up to 47 small letters, digits and -, a letter "
-                "first"
-            )
-        for field in ("nodes", "cpus_per_node", "memory_gib", "wait_minutes"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field}={getattr(self, field)}: must be at least 1")
-        if self.hours * 3600 <= 2 * STOP_EARLY_S:
-            raise ConfigError(
-                f"hours={self.hours:g}: a run is told to stop {STOP_EARLY_S} s before its time is "
-                "over, so give it more than twice that"
-            )
 
     @property
     def command(self) -> str:

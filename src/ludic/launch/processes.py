@@ -90,11 +90,6 @@ class Processes:
         self._processes.append(process)
         self._logs.append(log)
 
-    @property
-    def pids(self) -> list[int]:
-        """The processes' ids."""
-        return [process.pid for process in self._processes]
-
     def poll(self) -> tuple[int, str] | None:
         """Returns None while all is well. Otherwise the first status that is not 0, with what that
         process said last; or 0 once every process has ended with it."""

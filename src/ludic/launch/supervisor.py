@@ -112,10 +112,6 @@ class Supervisor:
         """How a role ended for good; None while it has not."""
         return self._kept[name].outcome
 
-    def restarts(self, name: str) -> int:
-        """How often a role was started again."""
-        return self._kept[name].restarts
-
     def send(self, name: str, sign: signal.Signals) -> None:
         """Sends a signal to a role's first process, if it has one."""
         if (placement := self._kept[name].placement) is not None:

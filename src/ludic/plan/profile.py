@@ -55,13 +55,9 @@ class Profile:
         changed = {name: Figure(value, origin, source) for name, value in values.items()}
         return replace(self, figures={**self.figures, **changed})
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        return plain
-
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.plain(), indent=1) + "\n", encoding="utf-8")
+        plain = json.dumps(msgspec.to_builtins(self), indent=1)
+        path.write_text(plain + "\n", encoding="utf-8")
 
 
 def shipped() -> list[str]:
@@ -128,24 +124,24 @@ def fit(rows: Sequence[Measured], given: Mapping[str, float] | None = None) -> d
     sizes = np.array(
         [[features.get(n, 0.0) / seconds for n in names] for features, seconds in rows]
     )
-    known = [sum(given.get(n, 0.0) * f for n, f in features.items()) for features, _ in rows]
-    goal = np.array([1 - part / seconds for part, (_, seconds) in zip(known, rows, strict=True)])
+    stated = [sum(given.get(n, 0.0) * f for n, f in features.items()) for features, _ in rows]
+    goal = np.array([1 - part / seconds for part, (_, seconds) in zip(stated, rows, strict=True)])
     scale = np.sqrt((sizes**2).sum(axis=0))
     scale[scale == 0] = 1.0
     columns = sizes / scale
-    found = np.zeros(len(names))
+    constants = np.zeros(len(names))
     rest = goal.copy()
     for _ in range(_ROUNDS):
         moved = 0.0
         for index in range(len(names)):
             column = columns[:, index]
-            better = max(found[index] + float(column @ rest), 0.0)
-            rest -= (better - found[index]) * column
-            moved = max(moved, abs(better - found[index]))
-            found[index] = better
+            better = max(constants[index] + float(column @ rest), 0.0)
+            rest -= (better - constants[index]) * column
+            moved = max(moved, abs(better - constants[index]))
+            constants[index] = better
         if moved < 1e-10:
             break
-    return {name: float(value) for name, value in zip(names, found / scale, strict=True)}
+    return {name: float(value) for name, value in zip(names, constants / scale, strict=True)}
 
 
 _FACTS = json.loads((_HERE / "shapes.json").read_text(encoding="utf-8"))

@@ -50,7 +50,6 @@ class Job:
     steps: int = 1
     epochs: int = 1
     checkpoint_every: int = 0
-    failures_per_gpu_hour: float = 0.0
     seed: int = 0
 
     @property
@@ -81,7 +80,6 @@ class Option:
     taken: int
     """What a rank is expected to take; the plan's total is the most."""
     server_bytes: int
-    slots: int
     actors: int
     result: Result
     limit: str
@@ -142,8 +140,8 @@ def splits(job: Job, gpus: int) -> Iterator[Split]:
             yield Split(ranks, servers, each)
 
 
-def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, int]:
-    """What the simulation plays; the trainer's plan; a server's rows and bytes."""
+def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int]:
+    """What the simulation plays; the trainer's plan; a server's bytes."""
     costs, work = job.costs, replace(job.workload, updates=updates)
     alone = split.servers == 0
     plan = trainer_plan(job, split.ranks, samples=alone)
@@ -164,9 +162,10 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
             on_host=how.optimizer_device == "cpu",
         )
 
-    profile, rate = costs.profile, job.failures_per_gpu_hour
-    actors = job.hosts if alone else actors_of(job)
+    profile = costs.profile
+    actors = job.hosts if alone else max(1, ceil(work.episodes / EPISODES_PER_ACTOR))
     published, streams = not alone, job.mode == "async"
+    engines = actors if alone and streams else 1
     own = profile["host_own_s"] if alone and actors > 1 and not streams else 0.0
     copied, arrives = costs.handed_over_s() if alone and streams else (0.0, 0.0)
     return (
@@ -174,7 +173,11 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
             workload=work,
             servers=max(split.servers, 1),
             slots=slots,
-            step_s=_step_s(job, split, slots, engines=actors if alone and streams else 1),
+            # Actors on one GPU have engines of their own, which take turns.
+            step_s=[
+                engines * costs.decode_s(ceil(rows / engines), 0.0, gpus, server=not alone)
+                for rows in range(slots + 1)
+            ],
             cached_s=costs.cached_token_s(gpus),
             prompt_s=costs.prompt_s(1, work.prompt, gpus),
             request_s=0.0 if alone else profile["server_request_s"],
@@ -190,28 +193,17 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
             arrives_s=arrives,
             pause_s=costs.pause_s if published else 0.0,
             other_s=profile["other_s"],
-            lag=job.lag if job.mode == "async" else int(job.mode == "ahead"),
+            lag=_lag(job),
             ahead=job.mode == "ahead",
             in_order=job.in_order,
             shared=alone,
             in_process=alone,
             checkpoint_every=job.checkpoint_every,
             checkpoint_s=costs.checkpoint_s / split.ranks,
-            server_failures_per_hour=rate * gpus if published else 0.0,
-            trainer_failures_per_hour=rate * split.ranks,
             seed=job.seed,
         ),
-        *(plan, slots, server_bytes),
+        *(plan, server_bytes),
     )
-
-
-def _step_s(job: Job, split: Split, slots: int, *, engines: int) -> list[float]:
-    """A decode step by its rows. Actors on one GPU have engines of their own, which take turns."""
-    costs, gpus, server = job.costs, split.gpus_per_server, split.servers > 0
-    return [
-        engines * costs.decode_s(ceil(rows / engines), 0.0, gpus, server=server)
-        for rows in range(slots + 1)
-    ]
 
 
 def host_episode_s(job: Job) -> float:
@@ -221,18 +213,13 @@ def host_episode_s(job: Job) -> float:
     return profile["host_episode_s"] - (0.0 if job.writes else profile["host_write_s"]) + thread_s
 
 
-def actors_of(job: Job) -> int:
-    """How many processes play the episodes of a run with servers."""
-    return max(1, ceil(job.workload.episodes / EPISODES_PER_ACTOR))
-
-
 def try_split(job: Job, split: Split, updates: int) -> Option:
     """Plays some updates of a split that fits."""
-    setup, plan, slots, server_bytes = setup_of(job, split, updates)
+    setup, plan, server_bytes = setup_of(job, split, updates)
     result = simulate(setup)
     limit = limit_of(job, split, setup, result)
     taken = sum(taken_bytes(job, plan, split.ranks).values())
-    return Option(split, plan, taken, server_bytes, slots, setup.hosts, result, limit)
+    return Option(split, plan, taken, server_bytes, setup.hosts, result, limit)
 
 
 def best(job: Job, gpus: int) -> Option:

@@ -21,19 +21,17 @@ from ludic.seeding import derive_seed
 
 _SAME = 1e-6
 """Steps within which two rows end together."""
-_DOWN = 1 << 30
-"""The load of a server that is starting again."""
 
 
 class _Server:
-    __slots__ = ("at", "busy", "cached", "ends", "load", "row_s", "rows", "stamp", "steps", "wait")
+    __slots__ = ("at", "cached", "ends", "load", "rows", "stamp", "steps", "wait")
 
     def __init__(self) -> None:
         self.rows, self.cached, self.steps = 0, 0.0, 0.0
         self.at = 0.0  # up to when its progress is computed; later than now while it stands still
         self.ends: list[tuple[float, int]] = []
         self.wait: deque[int] = deque()
-        self.load, self.stamp, self.busy, self.row_s = 0, 0, 0.0, 0.0
+        self.load, self.stamp = 0, 0
 
 
 class _Simulation:
@@ -58,21 +56,16 @@ class _Simulation:
         self.version = self.taken = 0
         self.done = 0  # updates; the version is what servers have of them
         self.idle_since: float | None = 0.0
-        self.since_checkpoint = 0.0
         self.ended_at: list[float] = []
         self.parts: list[tuple[float, float]] = []
         self.lags: list[int] = []
         self.longest: list[float] = []
-        self.chance = np.random.default_rng(derive_seed(setup.seed, "failures"))
 
     def run(self) -> Result:
         self.start_allowed()
-        if self.setup.server_failures_per_hour > 0:
-            self.plan_failure()
         while self.done < self.work.updates:
             self.settle()
             self.now, _, kind, what, caused = heappop(self.queue)
-            self.result.events += 1
             if self.traced:
                 self.result.trace.append((caused, self.now, kind))
             getattr(self, f"on_{kind}")(what)
@@ -156,14 +149,12 @@ class _Simulation:
         if server.rows:
             step, grows = self.step_of(server)
             steps = 2 * elapsed / (step + sqrt(step * step + 2 * grows * elapsed))
-            self.step(server, steps, elapsed)
+            self.step(server, steps)
         server.at = self.now
 
-    def step(self, server: _Server, steps: float, elapsed: float) -> None:
+    def step(self, server: _Server, steps: float) -> None:
         server.steps += steps
         server.cached += steps * server.rows
-        server.busy += elapsed
-        server.row_s += elapsed * server.rows
 
     def step_of(self, server: _Server) -> tuple[float, float]:
         """The time of the next step, and by how much each is longer than the one before."""
@@ -189,8 +180,7 @@ class _Simulation:
         server = self.servers[index]
         if stamp != server.stamp:
             return
-        steps = max(server.ends[0][0] - server.steps, 0.0)
-        self.step(server, steps, max(self.now - server.at, 0.0))
+        self.step(server, max(server.ends[0][0] - server.steps, 0.0))
         server.at = self.now
         self.dirty.add(index)
         while server.ends and server.ends[0][0] <= server.steps + _SAME:
@@ -268,21 +258,12 @@ class _Simulation:
         busy = computing + setup.intake_token_s * shared + setup.intake_episode_s * len(episodes)
         if setup.checkpoint_every and self.taken % setup.checkpoint_every == 0:
             busy += setup.checkpoint_s
-            self.since_checkpoint = 0.0
-        if (rate := setup.trainer_failures_per_hour / 3600) > 0:
-            for _ in range(int(self.chance.poisson(rate * busy))):
-                self.result.failures += 1
-                busy += setup.restart_s + self.since_checkpoint
-        self.since_checkpoint += computing
         if setup.shared:
             self.stand_still(computing)
         if setup.in_process and setup.ahead:  # the trainer's thread has the interpreter, too
             self.own = max(self.now, self.own) + computing
-        self.push(self.now + busy + setup.other_s, "trained")
+        self.push(self.now + busy + setup.other_s + setup.publish_s, "published")
         self.start_allowed()
-
-    def on_trained(self, _: None) -> None:
-        self.push(self.now + self.setup.publish_s, "published")
 
     def on_published(self, _: None) -> None:
         self.done += 1
@@ -311,45 +292,6 @@ class _Simulation:
             server.at = max(server.at, self.now) + seconds
             self.dirty.add(index)
 
-    # Failures
-
-    def plan_failure(self) -> None:
-        rate = self.setup.server_failures_per_hour * len(self.servers) / 3600
-        self.push(self.now + float(self.chance.exponential(1 / rate)), "failure")
-
-    def on_failure(self, _: None) -> None:
-        """A server is lost with its rows: their episodes begin again, on any server."""
-        index = int(self.chance.integers(len(self.servers)))
-        server = self.servers[index]
-        self.plan_failure()
-        if server.load >= _DOWN:
-            return
-        self.result.failures += 1
-        self.advance(server)
-        rows, waiting = list(server.ends), list(server.wait)
-        for end, episode in rows:
-            length = self.lengths[episode * self.work.turns + self.turn[episode]]
-            made = int(length - (end - server.steps))
-            self.result.sampled += made
-            self.result.lost += made + self.tokens[episode]
-        server.ends, server.rows, server.cached = [], 0, 0.0
-        server.wait.clear()
-        server.load = _DOWN  # the others come first
-        server.at = self.now + self.setup.restart_s
-        heappush(self.loads, (server.load, index))
-        self.push(server.at, "back", index)
-        self.dirty.add(index)
-        for _end, episode in rows:
-            self.turn[episode] = self.tokens[episode] = 0
-            self.version_of[episode] = self.version
-        for episode in [episode for _end, episode in rows] + waiting:
-            self.submit(episode)
-
-    def on_back(self, index: int) -> None:
-        server = self.servers[index]
-        server.load -= _DOWN
-        heappush(self.loads, (server.load, index))
-
     # The end
 
     def summed(self) -> Result:
@@ -357,7 +299,6 @@ class _Simulation:
         first = min(1 + setup.lag, self.work.updates - 1)
         begin = self.ended_at[first - 1] if first else 0.0
         counted = self.parts[first:]
-        result.seconds = self.now
         result.update_s = (self.now - begin) / (self.work.updates - first)
         result.wait_s = sum(wait for wait, _ in counted) / len(counted)
         result.train_s = sum(train for _, train in counted) / len(counted)
@@ -370,9 +311,6 @@ class _Simulation:
         result.lag_mean = sum(self.lags) / len(self.lags)
         result.lag_max = max(self.lags)
         result.longest = sum(self.longest) / len(self.longest)
-        busy, row_s = sum(s.busy for s in self.servers), sum(s.row_s for s in self.servers)
-        result.servers_busy = busy / (len(self.servers) * max(self.now, 1e-12))
-        result.rows_mean = row_s / busy if busy else 0.0
         each = result.trained / len(self.parts)
         result.tokens_per_s = each / result.update_s if result.update_s else inf
         return result

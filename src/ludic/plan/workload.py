@@ -40,18 +40,13 @@ class Lengths:
 
     def _centre(self) -> float:
         """The median's logarithm that gives the mean after cutting: by halving."""
-        z = _quantiles()
+        z = np.random.default_rng(0).standard_normal(_GRID)  # the same every time
         low, high = np.log(self.mean) - 4 * self.spread**2 - 1, np.log(self.most) + 8 * self.spread
         for _ in range(50):
             middle = (low + high) / 2
             mean = np.clip(np.exp(middle + self.spread * z), 1, self.most).mean()
             low, high = (middle, high) if mean < self.mean else (low, middle)
         return float((low + high) / 2)
-
-
-def _quantiles() -> np.ndarray:
-    """Standard normal numbers at even quantiles, by drawing many: the same every time."""
-    return np.sort(np.random.default_rng(0).standard_normal(_GRID))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +141,6 @@ class Setup:
     in_process: bool = False
     checkpoint_every: int = 0
     checkpoint_s: float = 0.0
-    server_failures_per_hour: float = 0.0
-    trainer_failures_per_hour: float = 0.0
-    restart_s: float = 120.0
     seed: int = 0
 
 
@@ -163,16 +155,10 @@ class Result:
     sampled: int = 0
     trained: int = 0
     unused: int = 0
-    lost: int = 0
     lag_mean: float = 0.0
     lag_max: int = 0
     longest: float = 0.0
     """The tokens of an update's longest episode."""
-    servers_busy: float = 0.0
-    rows_mean: float = 0.0
     tokens_per_s: float = 0.0
-    seconds: float = 0.0
-    failures: int = 0
-    events: int = 0
     trace: list[tuple[float, float, str]] = field(default_factory=list)
     """Of each event: when it was caused, when it happened, what it was."""

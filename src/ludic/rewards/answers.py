@@ -145,61 +145,51 @@ class _Verifiers:
     """
 
     def __init__(self, most: int) -> None:
-        self.idle: LifoQueue[_Verifier] = LifoQueue()
-        self._all = [_Verifier() for _ in range(most)]
-        for verifier in self._all:
-            self.idle.put(verifier)
+        self.idle: LifoQueue[ChildProcess | None] = LifoQueue()
+        """Those that nobody asks; None is one that is started when it is needed."""
+        self.started: set[ChildProcess] = set()
+        for _ in range(most):
+            self.idle.put(None)
 
     def same(self, answer: str, target: str, timeout_s: float) -> bool:
         try:
             # Everyone ahead in the queue is bounded by their own deadline; this bounds the queue.
-            verifier = self.idle.get(timeout=_QUEUE_S)
+            process = self.idle.get(timeout=_QUEUE_S)
         except Empty:
             raise EnvError(
                 f"waited {_QUEUE_S:.0f} s for the math verifier to be free; lower the number of "
                 "concurrent episodes, or the symbolic reward's timeout_s"
             ) from None
+        question = {"answer": answer, "target": target}
         try:
-            return verifier.same(answer, target, timeout_s)
+            if process is None:
+                process = _started_verifier()
+                self.started.add(process)
+            return bool(process.ask(question, timeout_s=timeout_s, what="a verdict"))
+        except (DeadlineError, ChildError):
+            assert process is not None
+            process.close()
+            self.started.discard(process)
+            process = None
+            raise
         finally:
-            self.idle.put(verifier)
+            self.idle.put(process)
 
     def stop(self) -> None:
         """Ends the processes."""
-        for verifier in self._all:
-            verifier.stop()
-
-
-class _Verifier:
-    """A process that math-verify runs in; started when first needed, and again after a kill."""
-
-    def __init__(self) -> None:
-        self._process: ChildProcess | None = None
-
-    def same(self, answer: str, target: str, timeout_s: float) -> bool:
-        process = self._process = self._process or self._started()
-        question = {"answer": answer, "target": target}
-        try:
-            return bool(process.ask(question, timeout_s=timeout_s, what="a verdict"))
-        except (DeadlineError, ChildError):
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        """Ends the process, if there is one."""
-        process, self._process = self._process, None
-        if process is not None:
+        for process in list(self.started):
             process.close()
 
-    def _started(self) -> ChildProcess:
-        process = ChildProcess(f"{__name__}:serve_verdicts", {}, name="the math verifier")
-        try:
-            # Importing it takes seconds on a busy machine; that is not the expression's time.
-            process.ask({"answer": "1", "target": "1"}, timeout_s=_START_S, what="its start")
-        except (DeadlineError, ChildError) as error:
-            process.close()
-            raise EnvError(f"the math verifier failed to start: {error}") from error
-        return process
+
+def _started_verifier() -> ChildProcess:
+    process = ChildProcess(f"{__name__}:serve_verdicts", {}, name="the math verifier")
+    try:
+        # Importing it takes seconds on a busy machine; that is not the expression's time.
+        process.ask({"answer": "1", "target": "1"}, timeout_s=_START_S, what="its start")
+    except (DeadlineError, ChildError) as error:
+        process.close()
+        raise EnvError(f"the math verifier failed to start: {error}") from error
+    return process
 
 
 _START_S = 120.0

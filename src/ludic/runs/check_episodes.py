@@ -3,7 +3,7 @@ Imports no torch: actors may have none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -85,7 +85,10 @@ def _make_agents(config: RunConfig, *, held_out: bool = False) -> list[Agent]:
         spec = request.protocol
         with configuring(f"protocol {spec.kind!r}"):
             protocol = make_protocol(spec.kind, runtime, **spec.kwargs)
-            _check_tools(_agents_of(protocol, request))
+            for agent in _agents_of(protocol, request):
+                if isinstance(agent, ToolAgent):
+                    for tool in agent.internal_tools.values():
+                        _ask(tool.function)
             agents += _agents_of(protocol, request, trained=True)
     return agents
 
@@ -112,14 +115,6 @@ def _check_windows(config: RunConfig, agents: Sequence[Agent], envs: Sequence[En
         assert agent.compactor is not None
         for prompt in prompts:
             agent.compactor.check(prompt)
-
-
-def _check_tools(agents: Iterable[Agent]) -> None:
-    """Raises if this machine lacks a program that one of the agents' tools needs."""
-    for agent in agents:
-        if isinstance(agent, ToolAgent):
-            for tool in agent.internal_tools.values():
-                _ask(tool.function)
 
 
 def _ask(part: Any) -> None:

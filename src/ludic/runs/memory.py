@@ -147,13 +147,7 @@ def plan_run(config: RunConfig, shape: ModelShape, device: torch.device, free: i
     )
     others: dict[str, int] = {}
     if server_shares_gpu(config, device):
-        need = server_need(
-            shape,
-            weights=shape.parameters * how.item,
-            item=how.item,
-            slots=config.slots,
-            context=config.inference.max_context_tokens,
-        )
+        need = need_of_server(config, shape)
         others[SERVER] = need.least if need else 0
     plan = Plan(shape, how, _engine(config, shape, on_gpu), others)
     plan = replace(plan, others={**others, **_other_models(config, plan, device)})
@@ -301,17 +295,21 @@ def beside_the_weights(config: RunConfig, model: nn.Module, free: int) -> int:
     return (free // 2 if training is None else training) + copies * _weight_bytes(model)
 
 
-def need_of_server(config: RunConfig, model: nn.Module) -> ServerNeed | None:
+def need_of_server(config: RunConfig, model: nn.Module | ModelShape) -> ServerNeed | None:
     """Estimates what the run's vLLM server needs of each of its GPUs."""
-    inference, vllm = config.inference, config.inference.vllm
     item = sampling_dtype(precision_of(config)).itemsize
-    batched = vllm.flag("max-num-batched-tokens")
+    batched = config.inference.vllm.flag("max-num-batched-tokens")
+    facts: dict[str, Any] | ModelShape
+    if isinstance(model, ModelShape):
+        facts, parameters = model, model.parameters
+    else:
+        facts, parameters = config_facts(model), sum(p.numel() for p in model.parameters())
     return server_need(
-        config_facts(model),
-        weights=sum(p.numel() for p in model.parameters()) * item,
+        facts,
+        weights=parameters * item,
         item=item,
         slots=config.slots,
-        context=inference.max_context_tokens,
+        context=config.inference.max_context_tokens,
         batched_tokens=batched if isinstance(batched, int) else None,
         gpus=_gpus(config),
     )

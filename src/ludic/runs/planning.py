@@ -66,7 +66,6 @@ class Given:
     host_s: float | None = None
     prompt: int | None = None
     earlier: Path | None = None
-    failures_per_gpu_hour: float = 0.0
 
 
 def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job, dict[str, str]]:
@@ -74,14 +73,17 @@ def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job
     config, modules, _ = read_run(run, overrides)
     with suppress(Exception):  # they may need what only another machine has
         import_user_modules(config, modules)
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"device": None, **_precision(config)})}
-    )
+    # A plan is for GPUs, whatever this machine is.
+    stated = config.model.precision or config.model.dtype
+    on_gpus = {"device": None} | ({} if stated else {"precision": "bfloat16"})
+    model = config.model.model_copy(update=on_gpus)
+    config = config.model_copy(update={"model": model})
     shape = _shape(config, given.shape)
     profile = load_profile(given.gpu)
     training = config.training
     device = torch.device("cpu" if profile.name.startswith("cpu") else "cuda")
-    mode = given.mode or _mode(config)
+    own_mode: Mode = "ahead" if training.overlap else "sync"
+    mode = given.mode or ("async" if config.pipeline is not None else own_mode)
     workload, origins = _workload(config, given)
     memory = plan_run(config, shape, device, int(profile["memory_gib"] * GIB))
     job = Job(
@@ -102,25 +104,12 @@ def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job
         steps=training.mini_batches,
         epochs=training.epochs,
         checkpoint_every=training.checkpoint_every,
-        failures_per_gpu_hour=given.failures_per_gpu_hour,
         seed=config.run.seed,
     )
     if any(_blocks(env.kind) is None for env in config.env):
         origins["the environment"] = "in a thread (assumed: it cannot be imported here)"
     origins["mode"] = f"{mode}" + (" (said)" if given.mode else " (the run file)")
     return job, origins
-
-
-def _precision(config: RunConfig) -> dict[str, str]:
-    """A plan is for GPUs, whatever this machine is."""
-    said = config.model.precision or config.model.dtype
-    return {} if said else {"precision": "bfloat16"}
-
-
-def _mode(config: RunConfig) -> Mode:
-    if config.pipeline is not None:
-        return "async"
-    return "ahead" if config.training.overlap else "sync"
 
 
 def _hosts(config: RunConfig, mode: Mode) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -91,30 +91,16 @@ async def watch_model(
         )
 
 
-@dataclass
-class ReplayedFile:
-    """What came of a file's episodes. `others` are those that another model took part in: the
-    file does not have its words."""
-
-    episodes: int = 0
-    diverged: int = 0
-    others: int = 0
-    steps: int = 0
-    tokens: int = 0
-
-    @property
-    def same(self) -> int:
-        return self.episodes - self.diverged - self.others
-
-
 async def replay_file(
     path: Path, *, limit: int, model: Path | None, on_divergence: Callable[[str], None]
-) -> ReplayedFile:
+) -> Counter[str]:
     """Replays the file's first `limit` episodes; with a run folder as `model`, samples again too.
-    `on_divergence` is given a line for each episode that is not the same again."""
+    `on_divergence` is given a line for each episode that is not the same again. Returns how many
+    episodes were the `same` and how many `diverged`, the `steps` and `tokens` compared, and as
+    `others` the episodes that another model took part in: the file does not have its words."""
     episodes = _episodes(path, limit)
     make_importable(Path.cwd())
-    found = ReplayedFile(len(episodes))
+    counts: Counter[str] = Counter()
     async with AsyncExitStack() as stack:
         runtime: Runtime | None = None
         if model is not None:
@@ -127,18 +113,17 @@ async def replay_file(
             except UnknownNameError as exc:
                 if exc.kind != "client":
                     raise
-                found.others += 1
+                counts["others"] += 1
                 continue
             except RolloutError as exc:
                 problem: object = f"cannot be replayed: {exc}"
             else:
-                found.steps += report.steps
-                found.tokens += report.tokens
+                counts.update(steps=report.steps, tokens=report.tokens)
                 problem = report.divergence
+            counts["same" if problem is None else "diverged"] += 1
             if problem is not None:
-                found.diverged += 1
                 on_divergence(f"{rollouts[0].episode_id}: {problem}")
-    return found
+    return counts
 
 
 def _episodes(path: Path, limit: int) -> list[list[Rollout]]:

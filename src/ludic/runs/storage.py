@@ -222,7 +222,9 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{_who(folder, _read(file))}: wait until it ends") from None
-        holder, me = _read(file), _me()
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        me = {"pid": os.getpid(), "host": platform.node(), "boot": boot_id(), "since": since}
+        holder = _read(file)
         if holder and holder.get("boot") != me["boot"] and holder.get("host") != me["host"]:
             raise ConfigError(
                 f"{_who(folder, holder)}, where it cannot be seen from here: if it has ended, "
@@ -241,11 +243,6 @@ def forget_holder(folder: Path) -> None:
     with suppress(OSError), (folder / LOCK).open("r+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _write(file, "")
-
-
-def _me() -> dict[str, Any]:
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    return {"pid": os.getpid(), "host": platform.node(), "boot": boot_id(), "since": since}
 
 
 def _who(folder: Path, holder: dict[str, Any]) -> str:
@@ -336,18 +333,18 @@ def note_env_sources(config: RunConfig, folder: RunFolder) -> str | None:
 def env_sources(config: RunConfig) -> dict[str, tuple[str, Path]]:
     """The modules that the run's environments are made of, each with a digest and its file: those
     of the classes or functions, of their bases, and what these import from the same folder."""
-    found: dict[str, tuple[str, Path]] = {}
+    sources: dict[str, tuple[str, Path]] = {}
     for section in (*config.env, *config.eval.env):
         factory = inspect.unwrap(ENVS.get(section.kind))
         parts = inspect.getmro(factory) if isinstance(factory, type) else (factory,)
         for name in dict.fromkeys(getattr(part, "__module__", "") for part in parts):
-            _add(sys.modules.get(name), None, found)
-    return found
+            _add(sys.modules.get(name), None, sources)
+    return sources
 
 
-def _add(module: Any, beside: Path | None, found: dict[str, tuple[str, Path]]) -> None:
+def _add(module: Any, beside: Path | None, sources: dict[str, tuple[str, Path]]) -> None:
     """Adds a module and, over and over, what it imports from its own folder."""
-    if not isinstance(module, ModuleType) or module.__name__ in found:
+    if not isinstance(module, ModuleType) or module.__name__ in sources:
         return
     file = Path(getattr(module, "__file__", None) or "")
     if file.suffix != ".py" or not file.is_file():
@@ -360,9 +357,9 @@ def _add(module: Any, beside: Path | None, found: dict[str, tuple[str, Path]]) -
     ):
         return
     text = file.read_bytes()
-    found[module.__name__] = (blake2b(text, digest_size=16).hexdigest(), file)
+    sources[module.__name__] = (blake2b(text, digest_size=16).hexdigest(), file)
     for name in _imported(text, module.__package__ or ""):
-        _add(sys.modules.get(name), file.parent, found)
+        _add(sys.modules.get(name), file.parent, sources)
 
 
 def _imported(text: bytes, package: str) -> Iterator[str]:

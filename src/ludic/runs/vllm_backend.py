@@ -38,7 +38,6 @@ from ludic.runs.results.terminal import say
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
 from ludic.runs.settings.deadlines import server_return_s
-from ludic.runs.settings.inference import InferenceSection
 from ludic.sharding.ranks import launched
 from ludic.sharding.weights import plain_name
 from ludic.training.checkpoint_contents import no_progress_bar
@@ -260,10 +259,11 @@ def check_publishing(config: RunConfig) -> None:
             'gathered on the CPU: set "shared_memory", or leave it out'
         )
     if section.publish_address is not None and (why := refusal_to_bind(section.publish_address)):
+        listed = section.servers if isinstance(section.servers, list) else []
+        reached = own_address((listed or ["http://127.0.0.1"])[0])
         raise ConfigError(
             f"inference.publish_address={section.publish_address!r} is no address of this machine "
-            f"({why}): try {own_address(_first_server(section))!r}, or leave "
-            "it out"
+            f"({why}): try {reached!r}, or leave it out"
         )
     port, host = section.publish_port, section.publish_address or "127.0.0.1"
     if port is not None and launched().leads and (why := refusal_to_bind(host, port)):
@@ -271,8 +271,3 @@ def check_publishing(config: RunConfig) -> None:
             f"inference.publish_port={port} cannot be listened on ({why}): try {free_port()}, or "
             "leave it out"
         )
-
-
-def _first_server(section: InferenceSection) -> str:
-    listed = section.servers if isinstance(section.servers, list) else []
-    return (listed or ["http://127.0.0.1"])[0]

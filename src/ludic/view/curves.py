@@ -7,10 +7,12 @@ import math
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ludic.view.folders import RunPlace, ViewError
 
@@ -139,15 +141,13 @@ class CurveStore:
         return curves
 
 
-def thinned(steps: Iterable[float], values: Iterable[float], most: int) -> list[list[float]]:
+def thinned(steps: Sequence[float], values: Sequence[float], most: int) -> list[list[float]]:
     """At most `most` points, each the mean of a stretch with its smallest and largest value."""
-    steps, values = list(steps), list(values)
-    count = len(steps)
-    if count <= most:
-        return [[s, v, v, v] for s, v in zip(steps, values, strict=True)]
-    points = []
-    for number in range(most):
-        a, b = number * count // most, (number + 1) * count // most
-        part = values[a:b]
-        points.append([steps[b - 1], math.fsum(part) / len(part), min(part), max(part)])
-    return points
+    parts = max(min(len(steps), most), 1)
+    ends = [number * len(steps) // parts for number in range(1, parts)]
+    stretches = zip(np.split(steps, ends), np.split(values, ends), strict=True)
+    return [
+        [float(at[-1]), float(part.mean()), float(part.min()), float(part.max())]
+        for at, part in stretches
+        if part.size
+    ]

@@ -72,7 +72,8 @@ class Guard:
         if name not in self.hosts:
             return _refused("this address is not one of this machine's: it begins with 127.0.0.1")
         origin = headers.get("origin")
-        if origin is not None and _netloc(origin) != host.lower():
+        own = (f"http://{host}".lower(), f"https://{host}".lower())
+        if origin is not None and origin.lower() not in own:
             return _refused("a page of another site asked")
         navigates = headers.get("sec-fetch-mode", "navigate") == "navigate"
         if headers.get("sec-fetch-site") == "cross-site" and not navigates:
@@ -119,11 +120,3 @@ def _authority(host: str) -> tuple[str, int]:
         return (parts.hostname or "").lower(), parts.port or 80
     except ValueError:
         return "", 0
-
-
-def _netloc(origin: str) -> str:
-    """Host and port of an `Origin`; empty for one that is not well-formed."""
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:
-        return ""

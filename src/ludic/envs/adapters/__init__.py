@@ -5,9 +5,6 @@ A module here imports its package when an environment is made, and not before.
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -36,17 +33,9 @@ def refuse_stored(what: str, remedy: str) -> None:
 def plain(value: Any) -> Any:
     """`value` as JSON: other libraries' numbers and arrays become Python's, and what has no
     JSON form becomes its text."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        number = float(value)
-        return number if math.isfinite(number) else str(number)
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    return str(value)
+    from pydantic_core import to_jsonable_python
+
+    def fallback(other: Any) -> Any:
+        return other.tolist() if hasattr(other, "tolist") else str(other)
+
+    return to_jsonable_python(value, bytes_mode="base64", fallback=fallback)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import builtins
 import json
-import os
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from ludic.envs.code_exec.serve_solution import decode, encode, last_line, load_setup
+from ludic.envs.code_exec.serve_solution import begin, decode, encode, last_line, load_setup
 
 
 class SolutionError(Exception):
@@ -21,12 +20,7 @@ class SolutionError(Exception):
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    calls = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    with open("job.json", encoding="utf-8") as file:
-        job = json.load(file)
+    answers, calls, job = begin()
     for test in job["tests"]:
         solution = Remote(job["entry_point"], calls, answers)
         names: dict[str, Any] = {"__name__": "tests"}

@@ -18,19 +18,24 @@ import traceback
 from collections import deque
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, TextIO
 
 MAX_DEPTH = 200
 _EXACT = 2**53
 
 
-def main() -> None:
-    calls = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+def begin() -> tuple[TextIO, TextIO, dict[str, Any]]:
+    """The two ends of this process, which its code finds empty and silent, and its job."""
+    reading = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    writing = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     with open("job.json", encoding="utf-8") as file:
-        job = json.load(file)
+        return reading, writing, json.load(file)
+
+
+def main() -> None:
+    calls, answers, job = begin()
     names: dict[str, Any] = {"__name__": "solution"}
     told = "ready"
     try:
@@ -74,11 +79,11 @@ def answer(call: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
         args = decode(call["args"])
         kwargs = decode(call["kwargs"])
         value = names[call["function"]](*args, **kwargs)
-        found: dict[str, Any] = {"value": encode(value)}
+        answered: dict[str, Any] = {"value": encode(value)}
         after = encode(args)
         if after != call["args"]:
-            found["args"] = after
-        return found
+            answered["args"] = after
+        return answered
     except BaseException as error:
         traceback.print_exc()
         return {"error": [type(error).__name__, str(error)[:1000]]}

@@ -163,9 +163,7 @@ def draw_key(path: Path) -> None:
     """Writes a random key that only this user can read, unless there is one. Several processes may
     do so at once: they get the same."""
     draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(secrets.token_urlsafe(32))
+    private_file(draft, secrets.token_urlsafe(32))
     try:
         with suppress(FileExistsError):
             os.link(draft, path)  # which, unlike a rename, replaces nothing

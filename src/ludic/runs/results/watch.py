@@ -202,7 +202,11 @@ def fallen(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
         if later == "after_sft" and config.sft is not None:
             advice = f"lower sft.learning_rate (now {config.sft.learning_rate:g}), or look at the "
             advice += "teacher or the data"
-        a, b = (_led(reports[stage], config) for stage in (earlier, later))
+        # Reports of older versions lack the outcomes that the run names.
+        named = tuple(config.eval.outcomes)
+        a, b = (
+            replace(r, outcomes=named or r.outcomes) for r in (reports[earlier], reports[later])
+        )
         tests, lead = compare(a, b), headline_of([a, b])
         test = tests["reward"]
         fell = test.difference.value < 0 and test.p_value < P_VALUE
@@ -244,11 +248,6 @@ def doubtful(config: RunConfig) -> list[str]:
             "are, so it learns next to nothing: leave [model.lora] out, or name a trained model"
         ]
     return []
-
-
-def _led(report: EvalReport, config: RunConfig) -> EvalReport:
-    """The report with the outcomes that the run names: those of older versions lack them."""
-    return replace(report, outcomes=tuple(config.eval.outcomes) or report.outcomes)
 
 
 def _now(value: int | None) -> str:

@@ -110,7 +110,6 @@ class RunResult:
     stderr: bytes
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    peak_mb: float = 0.0
 
     @property
     def ok(self) -> bool:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from ludic.envs.code_exec.sandbox.base import Limits
 
+ROOT = Path("/sys/fs/cgroup")
+"""Where version 2 is mounted. Elsewhere it has no controllers: those are then version 1's."""
 PREFIX = "ludic-sandbox-"
 _OWN_BYTES = 64 << 20
 _OWN_PROCESSES = 16
@@ -73,15 +75,6 @@ class Cgroup:
         (self.path / name).write_text(value)
 
 
-def mount_point(mounts: str) -> Path | None:
-    """Where /proc/self/mountinfo says that version 2 is mounted."""
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        if after.split(" ")[:1] == ["cgroup2"]:
-            return Path(before.split(" ")[4])
-    return None
-
-
 def candidates(root: Path, own: str) -> Iterator[Path]:
     """This process's group, and those above it: new groups may go below any of them."""
     relative = next((line[3:] for line in own.splitlines() if line.startswith("0::")), None)
@@ -126,15 +119,12 @@ def writable_parent() -> Path | None:
     """The group below which this machine lets us make others; None where there is none. Groups
     that a killed process left behind, empty by now, are removed."""
     try:
-        root = mount_point(Path("/proc/self/mountinfo").read_text())
         own = Path("/proc/self/cgroup").read_text()
     except OSError:
         return None
-    if root is None:
-        return None
-    found = next((place for place in candidates(root, own) if fits(place)), None)
-    if found is not None:
-        for left in found.glob(f"{PREFIX}*"):
+    parent = next((place for place in candidates(ROOT, own) if fits(place)), None)
+    if parent is not None:
+        for left in parent.glob(f"{PREFIX}*"):
             with suppress(OSError):  # one with processes in it cannot be removed
                 left.rmdir()
-    return found
+    return parent

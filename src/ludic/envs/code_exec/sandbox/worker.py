@@ -65,7 +65,6 @@ sys.modules[_first["main"]].main(_first["settings"])
 """
 
 _SIGXCPU = 24
-_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -75,8 +74,7 @@ class _Head(msgspec.Struct, frozen=True):
     exit_code: int | None
     wall_s: float
     cpu_s: float
-    peak_bytes: _Count
-    stdout: _Count
+    stdout: Annotated[int, msgspec.Meta(ge=0)]
 
 
 _HEAD = msgspec.json.Decoder(_Head)
@@ -308,8 +306,7 @@ def _result(content: bytes) -> RunResult:
         status = RunStatus.MEMORY  # one allocation that its address space had no room for
     else:
         status = RunStatus.ERROR
-    peak_mb = head.peak_bytes / 2**20
-    return RunResult(status, code, stdout, stderr, head.wall_s, head.cpu_s, peak_mb)
+    return RunResult(status, code, stdout, stderr, head.wall_s, head.cpu_s)
 
 
 class Sandbox(ABC):

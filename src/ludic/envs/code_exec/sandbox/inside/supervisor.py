@@ -135,7 +135,6 @@ class Running:
         self.stopped: str | None = None
         self.status: bytes | None = None
         self.begun = False
-        self.peak_bytes = 0
         self.cpu_s = 0.0
         self.look_s = LOOK_S
         self.own_bytes = tree.own_bytes()
@@ -256,16 +255,15 @@ class Running:
     def _look(self) -> float:
         """The memory, processes and CPU time of the whole tree; when to look again. A session
         that waits for input is looked at less often."""
-        found = tree.usage(self.own_bytes)
-        idle = self.interactive and found["cpu"] == self.cpu_s and not self.input
+        used = tree.usage(self.own_bytes)
+        idle = self.interactive and used["cpu"] == self.cpu_s and not self.input
         self.look_s = min(self.look_s * 1.5, IDLE_LOOK_S) if idle else LOOK_S
-        self.peak_bytes = max(self.peak_bytes, found["memory"])
-        self.cpu_s = max(self.cpu_s, found["cpu"])
-        if found["memory"] > self.limits["memory_bytes"]:
+        self.cpu_s = max(self.cpu_s, used["cpu"])
+        if used["memory"] > self.limits["memory_bytes"]:
             self.stopped = "memory"
-        elif found["tasks"] - 1 > self.limits["processes"]:  # its init is not its own
+        elif used["tasks"] - 1 > self.limits["processes"]:  # its init is not its own
             self.stopped = "processes"
-        elif found["cpu"] > self.limits["cpu_s"]:
+        elif used["cpu"] > self.limits["cpu_s"]:
             self.stopped = "cpu_time"
         return self.look_s
 
@@ -292,7 +290,6 @@ class Running:
             "exit_code": code,
             "wall_s": time.monotonic() - self.started,
             "cpu_s": self.cpu_s,
-            "peak_bytes": self.peak_bytes,
             "stdout": len(self.outputs[1]),
         }
         text = json.dumps(head).encode()
