@@ -156,7 +156,7 @@ server = "http://elsewhere:8000"
     [
         ([], True),
         (["model.lora.rank=8"], False),
-        (["model.lora.rank=8", "training.overlap=true"], True),
+        (["model.lora.rank=8", "training.overlap=1"], True),
     ],
 )
 def test_the_policy_at_the_start_is_a_copy_unless_it_is_what_an_adapter_stands_on(
