@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import ludic
@@ -135,14 +134,6 @@ def test_a_section_may_be_its_model() -> None:
     assert said["training"]["steps"] == 8
     assert said["protocol"]["kwargs"] == {"parser": {"kind": "boxed"}}
     assert (training, protocol) == ({"steps": 7}, {"kwargs": {}})
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
-    training = {"max_steps": np.int64(5), "learning_rate": np.float32(0.5)}
-    config, _ = read_arguments({"env": "tic_tac_toe", "steps": np.int64(3), "training": training})
-    numbers = config.training
-    assert (numbers.steps, numbers.max_steps, numbers.learning_rate) == (3, 5, 0.5)
-    assert type(numbers.steps) is type(numbers.max_steps) is int
 
 
 def test_functions_are_named_by_their_place() -> None:

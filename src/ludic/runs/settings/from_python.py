@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +101,7 @@ class Tables:
                 table = self.data
                 for step in tables:
                     table = table.setdefault(step, {})
-                read = self._parser if name == "parser" else self._plain
-                table[key] = read(stated[name])
+                table[key] = self._parser(stated[name]) if name == "parser" else stated[name]
 
     def _section(self, name: str, value: Any) -> Any:
         match name:
@@ -249,8 +247,6 @@ def _described(value: Any) -> Any:
         return list(value)
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)  # NumPy's, too
     if isinstance(value, BaseModel):
         return value.model_dump(by_alias=True, exclude_unset=True)
     if isinstance(value, Struct):
