@@ -55,12 +55,12 @@ def test_a_slip_of_the_finger_comes_before_an_abbreviation() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('steps = "4"', "'training.steps' = '4': input should be a valid integer"),
-        ("steps = true", "'training.steps' = True: input should be a valid integer"),
-        ('learning_rate = "1e-4"', "should be a valid number"),
-        ('betas = ["0.9", "0.99"]', "should be a valid number"),
-        ('overlap = "yes"', "should be a valid boolean"),
-        ('micro_token_budget = "big"', "should be a valid integer"),
+        ('steps = "4"', "'training.steps' = '4': input should be a number, not \"4\""),
+        ("steps = true", "'training.steps' = True: input should be a number, not true"),
+        ('learning_rate = "1e-4"', 'a number, not "1e-4"'),
+        ('betas = ["0.9", "0.99"]', 'a number, not "0.9"'),
+        ('overlap = "yes"', 'true or false, not "yes"'),
+        ('micro_token_budget = "big"', 'a number, not "big"'),
     ],
 )
 def test_text_does_not_pass_as_a_number(line: str, said: str) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -24,16 +27,39 @@ _UNION_MEMBER = re.compile(r"(constrained-|literal\[|list\[|dict\[|(int|str|floa
 
 
 class Section(BaseModel):
-    """A table of the run file. Unknown keys are errors, and so are NaN and infinity, and values of
-    another type: text or `true` for a number."""
+    """A table of the run file. Unknown keys are errors, and so are NaN and infinity."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_text_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Raises for `steps = "4"` and `steps = true`, which would pass as 4 and 1."""
+        assert info.field_name is not None
+        takes = _scalars(cls.model_fields[info.field_name].annotation)
+        if takes and not takes & {str, Any}:
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(item, str) or (isinstance(item, bool) and bool not in takes):
+                    what = "true or false" if bool in takes else "a number"
+                    raise ValueError(f"input should be {what}, not {json.dumps(item)}")
+        return value
 
 
 def section_of(annotation: Any) -> type[Section] | None:
     """Returns the table that an annotation names, if it does."""
     options = [annotation, *get_args(annotation)]
     return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
+
+
+def _scalars(annotation: Any) -> set[Any]:
+    """The plain types that a field takes; nothing if it takes anything else besides them."""
+    if annotation in (int, float, bool, str, Any):
+        return {annotation}
+    options = [o for o in get_args(annotation) if o is not type(None)]
+    parts = [_scalars(o) for o in options]
+    if get_origin(annotation) is Literal or not parts or not all(parts):
+        return set()
+    return set().union(*parts)
 
 
 def settings_in(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:

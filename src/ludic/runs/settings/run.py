@@ -78,7 +78,7 @@ class TrainingSection(Section):
     episode_timeout_s: float = Field(default=ENGINE["episode_timeout_s"], gt=0)
     lost_member: LostMemberPolicy = ENGINE["lost_member"]
     learning_rate: float = Field(default=TRAINER["learning_rate"], gt=0)
-    betas: tuple[float, float] = Field(default=TRAINER["betas"], strict=False)
+    betas: tuple[float, float] = TRAINER["betas"]
     eps: float = Field(default=TRAINER["eps"], ge=0)
     warmup_steps: int = Field(default=TRAINER["warmup_steps"], ge=0)
     schedule: Schedule = TRAINER["schedule"]
