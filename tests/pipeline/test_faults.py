@@ -128,7 +128,7 @@ async def test_a_damaged_group_is_counted_and_its_prompt_is_sampled_again(
     await source.open()
     await source._ask_more()
     ((entry, number, _),) = _taken(store, 1)
-    assert store.run("append", "by-hand", entry, number, b"\x93noise", 0) == [b"ok"]
+    assert store.run("append", "by-hand", entry, number, b"\x93noise", 0) == b"ok"
     async with acting(config):
         batch = await source.next_batch()
     assert source.ledger.dropped == {"damaged": 1}
@@ -152,7 +152,7 @@ async def test_a_group_of_a_newer_schema_stops_the_trainer_and_stays(
     ((entry, number, _),) = _taken(store, 1)
     fields = msgspec.msgpack.decode(group_message(Group(number, ())))
     newer = msgspec.msgpack.encode([99, *fields[1:]])
-    assert store.run("append", "by-hand", entry, number, newer, 0) == [b"ok"]
+    assert store.run("append", "by-hand", entry, number, newer, 0) == b"ok"
     with pytest.raises(SchemaVersionError, match="same version for actors and trainer"):
         await source.next_batch()
     await source.close()

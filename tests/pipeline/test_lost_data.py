@@ -31,7 +31,7 @@ def over(server: LocalRedis) -> PipelineConfig:
 async def drop_one(source: Any, store: Store) -> None:
     """Unit 0 comes damaged, and the trainer drops it."""
     ((entry, number, _),) = entries(store.run("take", "by-hand", 1, 60_000, "0-0")[1])
-    assert store.run("append", "by-hand", entry, number, b"noise", 0) == [b"ok"]
+    assert store.run("append", "by-hand", entry, number, b"noise", 0) == b"ok"
     await source._read(">")
     _, dropped = source._choose()
     assert dropped == [(0, "damaged")]

@@ -35,7 +35,7 @@ class Streams:
         return [(entry, number) for entry, number, _ in entries(answer[1])]
 
     def append(self, entry: str, number: int, message: bytes = b"group", *, name: str = "a") -> str:
-        return str(self.store.run("append", name, entry, number, message, 5)[0].decode())
+        return str(self.store.run("append", name, entry, number, message, 5).decode())
 
     def read(self, start: str = ">") -> list[int]:
         return [n for _, n, _ in entries(self.store.run("read", *self.guard, start, 100)[1])]
@@ -86,23 +86,6 @@ def test_a_unit_goes_the_whole_way_once(streams: Streams) -> None:
     facts = streams.store.facts()
     assert (facts["requests"], facts["groups"], facts["units"]) == (0, 0, {})
     assert facts["meta"]["bytes"] == "0"
-
-
-def test_groups_that_are_sent_in_one_call_are_judged_one_by_one(streams: Streams) -> None:
-    streams.ask(0, 1, 2, 3)
-    ((e0, n0), (e1, n1), (e2, n2)) = streams.take(count=3)
-    ((e3, n3),) = streams.take("b")
-    streams.append(e1, n1)
-    rows = [(e0, n0), (e1, n1), (e2, 99), (e3, n3), (e2, n2)]
-    flat = [value for entry, number in rows for value in (entry, number, b"four", 3)]
-    words = streams.store.run("append", "a", *flat)
-    assert words == [b"ok", b"double", b"gone", b"taken over", b"ok"]
-    assert streams.read() == [n1, n0, n2]
-    meta = streams.store.facts()["meta"]
-    assert [meta[k] for k in ("finished", "tokens", "bytes", "sent_bytes", "doubles")] == [
-        *("3", "11", "13", "13", "1")
-    ]
-    assert streams.take("b", lease=0) == [(e3, n3)]
 
 
 def test_a_group_is_appended_once_however_often_it_is_sent(streams: Streams) -> None:

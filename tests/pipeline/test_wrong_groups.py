@@ -54,7 +54,7 @@ async def test_a_group_that_is_not_what_was_asked_for_is_dropped_and_sampled_aga
     engine, _ = make_engine()
     rollouts = await engine.generate_rollouts(unit.requests, unit.max_steps, prefix=unit.prefix)
     wrong = group_message(WRONG[fault](Group(number, tuple(rollouts), "by-hand")))
-    assert store.run("append", "by-hand", entry, number, wrong, 0) == [b"ok"]
+    assert store.run("append", "by-hand", entry, number, wrong, 0) == b"ok"
     async with acting(config):
         batch = await source.next_batch()
     assert source.ledger.dropped == {"malformed": 1}

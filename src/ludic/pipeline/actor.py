@@ -25,8 +25,8 @@ from ludic.inference.client import ChatClient
 from ludic.pipeline.messages import Group, Times, Unit, group_message, read_unit
 from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, stamped
 from ludic.pipeline.policy_follower import PolicyFollower
-from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries, flat
-from ludic.rollouts.engine import Progress, RolloutEngine
+from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries
+from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.requests import RolloutRequest
 
 _log = logging.getLogger("ludic.pipeline")
@@ -36,8 +36,7 @@ Accepts = Callable[[RolloutRequest], str | None]
 
 _POLL_S = (0.02, 0.3)
 _SLOWER = 1.05  # so that no pause is longer than a twentieth of the wait so far
-_TAKE, _FREE = 32, 8  # units at most; episodes at least, as one in so many of `concurrency`
-_SEND, _SEND_BYTES = 8, 2**20  # groups in one call, and about how much of them
+_TAKE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +115,7 @@ class Actor:
         self._engine, self._accepts, self._client = engine, accepts, client
         self._lock = threading.Lock()
         self._held: dict[str, asyncio.Task[None]] = {}
-        self._under_way: dict[str, int] = {}  # units that are not sampled yet: episodes to end
-        self._outbox: dict[str, Group] = {}
-        self._line = asyncio.Lock()
+        self._sending: set[str] = set()
         self._news: tuple[StoredPolicy | None, str] = (None, "")
         self._policies = PolicyFollower(self._store, client, cfg.policy_address, cfg.policy_s)
         self._failure: BaseException | None = None
@@ -161,7 +158,7 @@ class Actor:
 
     async def _work(self, stop: asyncio.Event) -> str:
         """Takes units until there is a reason to stop, which it returns."""
-        pause, episodes_per_unit = _POLL_S[0], self.cfg.concurrency  # the first says how many
+        pause, episodes_per_unit = _POLL_S[0], 1
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -172,7 +169,8 @@ class Actor:
             if ended:  # what is under way, nobody will train on
                 return f"the run has ended: {ended}"
             self._policies.follow(policy)
-            room = self._room(episodes_per_unit)
+            busy = len(self._held) - len(self._sending)
+            room = max(self.cfg.concurrency // episodes_per_unit, 1) - busy
             taken = await self._take(min(room, _TAKE)) if room > 0 and policy else []
             for entry, number, message in taken:
                 unit = self._read(number, message)  # raises for one that others must run
@@ -184,14 +182,6 @@ class Actor:
             if not taken:
                 await self._pause(stop, pause)
                 pause = min(pause * _SLOWER, _POLL_S[1])
-
-    def _room(self, episodes_per_unit: int) -> int:
-        """How many units to take. Not a few whenever a few episodes have ended: an engine holds up
-        all others for prompts that join."""
-        free = self.cfg.concurrency - sum(self._under_way.values())
-        if not self._under_way:
-            return max(free // episodes_per_unit, 1)
-        return free // episodes_per_unit if free * _FREE >= self.cfg.concurrency else 0
 
     async def _pause(self, stop: asyncio.Event, seconds: float) -> None:
         waits = [*self._held.values(), asyncio.ensure_future(stop.wait())]
@@ -236,46 +226,33 @@ class Actor:
         task = asyncio.get_running_loop().create_task(self._carry_out(entry, unit))
         with self._lock:
             self._held[entry] = task
-        if isinstance(unit, Unit):
-            self._under_way[entry] = sum(r.num_episodes for r in unit.requests)
 
         def done(task: asyncio.Task[None]) -> None:
             with self._lock:
                 self._held.pop(entry, None)
-            self._under_way.pop(entry, None)
+            self._sending.discard(entry)
             if not task.cancelled() and (error := task.exception()) is not None:
                 self._failure = self._failure or error
 
         task.add_done_callback(done)
 
     async def _carry_out(self, entry: str, unit: Unit | Group) -> None:
-        group = unit if isinstance(unit, Group) else await self._sample(entry, unit)
-        self._under_way.pop(entry, None)
-        self._outbox[entry] = group
-        async with self._line:  # whoever has it sends what others have ready, too
-            while entry in self._outbox:
-                each = self.report.bytes // max(self.report.groups, 1)
-                count = min(_SEND, max(_SEND_BYTES // max(each, 1), 1))
-                await self._send([(e, self._outbox.pop(e)) for e in list(self._outbox)[:count]])
+        group = unit if isinstance(unit, Group) else await self._sample(unit)
+        self._sending.add(entry)
+        message = await asyncio.to_thread(group_message, group)
+        tokens = sum(rollout.num_tokens for rollout in group.rollouts)
+        sent = (self.name, entry, group.number, message, tokens)
+        word = (await self._store.run_async("append", *sent)).decode()
+        if word != "ok":
+            self.report.refused[word] += 1
+            _log.info("unit %d: its group is refused (%s)", group.number, word)
+            return
+        self.report.groups += 1
+        self.report.episodes += len({rollout.episode_id for rollout in group.rollouts})
+        self.report.tokens += tokens
+        self.report.bytes += len(message)
 
-    async def _send(self, parcel: list[tuple[str, Group]]) -> None:
-        # In one thread at a time: several would only take turns, and hold up the sampling.
-        rows = await asyncio.to_thread(lambda: [(e, *_row(group)) for e, group in parcel])
-        words = await self._store.run_async("append", self.name, *flat(rows))
-        for (_, group), (_, number, message, tokens), word in zip(parcel, rows, words, strict=True):
-            if word != b"ok":
-                self.report.refused[word.decode()] += 1
-                _log.info("unit %d: its group is refused (%s)", number, word.decode())
-                continue
-            self.report.groups += 1
-            self.report.episodes += len({rollout.episode_id for rollout in group.rollouts})
-            self.report.tokens += tokens
-            self.report.bytes += len(message)
-
-    async def _sample(self, entry: str, unit: Unit) -> Group:
-        def note(progress: Progress) -> None:
-            self._under_way[entry] = progress.total - progress.finished
-
+    async def _sample(self, unit: Unit) -> Group:
         while True:
             asked = time.monotonic()
             first = (await self._policies.enough_for(unit)).serial
@@ -285,7 +262,6 @@ class Actor:
                 unit.max_steps,
                 max(sum(r.num_episodes for r in unit.requests), 1),
                 prefix=unit.prefix,
-                on_progress=note,
             )
             try:
                 marked = stamped(
@@ -302,7 +278,7 @@ class Actor:
         the server, if it is not ours."""
         for entry in lost:
             task = self._held.get(entry)
-            if task is not None and entry in self._under_way and task.cancel():
+            if task is not None and entry not in self._sending and task.cancel():
                 self.report.refused["taken over"] += 1
                 _log.warning("a unit was given to another actor meanwhile: it is given up here")
 
@@ -347,12 +323,6 @@ class Actor:
         if lost := [entry.decode() for entry in answer[2]]:
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._give_up, lost)
-
-
-def _row(group: Group) -> tuple[int, bytes, int]:
-    """Number, message and tokens of a group, as `append` takes them."""
-    tokens = sum(rollout.num_tokens for rollout in group.rollouts)
-    return group.number, group_message(group), tokens
 
 
 def only(requests: Iterable[RolloutRequest]) -> Accepts:

@@ -134,48 +134,40 @@ if taken_over > 0 then redis.call('HINCRBY', meta, 'taken_over', taken_over) end
 return {claimed[1], found, taken_over, full and 1 or 0}
 
 --- script append holds
--- name, then entry, number, message, tokens of each group -> for each: ok; double: it is there
--- already; taken over: another actor holds the unit; gone: nobody asks for it. A group is appended,
--- its double refused and its request acknowledged, or none of it happens.
-local name, words = ARGV[1], {}
-local finished, bytes, sampled = 0, 0, 0
-for i = 2, #ARGV, 4 do
-  local entry, number, message, tokens = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
-  local unit = redis.call('HGET', units, number)
-  local mine = holds(name, entry)
-  local word = 'gone'
-  if unit then
-    local kind, place, of = string.match(unit, '^(%a):?([^:]*):?([^:]*)')
-    if kind == 'q' and place == entry then
-      word = mine and 'ok' or 'taken over'
-    elseif kind ~= 'q' then
-      word = 'double'
-    end
-    if word == 'ok' then
-      local group = redis.call('XADD', groups, '*', 'n', number, 'm', message)
-      redis.call('HSET', units, number, 'd:' .. group .. ':' .. #message .. ':' .. of)
-      finished, bytes, sampled = finished + 1, bytes + #message, sampled + tokens
-    end
+-- name, entry, number, message, tokens -> ok; double: it is there already; taken over: another
+-- actor holds the unit; gone: nobody asks for it. The group is appended, its double refused and its
+-- request acknowledged, or none of it happens.
+local name, entry, number, message, tokens = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local unit = redis.call('HGET', units, number)
+local mine = holds(name, entry)
+local word = 'gone'
+if unit then
+  local kind, place, of = string.match(unit, '^(%a):?([^:]*):?([^:]*)')
+  if kind == 'q' and place == entry then
+    word = mine and 'ok' or 'taken over'
+  elseif kind ~= 'q' then
+    word = 'double'
   end
-  if word == 'double' then redis.call('HINCRBY', meta, 'doubles', 1) end
-  if mine and word ~= 'ok' then  -- by mistake, another unit's group may come with this entry
-    local asked = redis.call('XRANGE', requests, entry, entry)
-    local note = asked[1] and redis.call('HGET', units, asked[1][2][2]) or ''
-    mine = string.sub(note, 1, #entry + 3) ~= 'q:' .. entry .. ':'
+  if word == 'ok' then
+    local group = redis.call('XADD', groups, '*', 'n', number, 'm', message)
+    redis.call('HSET', units, number, 'd:' .. group .. ':' .. #message .. ':' .. of)
+    redis.call('HINCRBY', meta, 'bytes', #message)
+    redis.call('HINCRBY', meta, 'finished', 1)
+    redis.call('HINCRBY', meta, 'sent_bytes', #message)
+    redis.call('HINCRBY', meta, 'tokens', tokens)
   end
-  if mine then
-    redis.call('XACK', requests, 'actors', entry)
-    redis.call('XDEL', requests, entry)
-  end
-  table.insert(words, word)
 end
-if finished > 0 then
-  redis.call('HINCRBY', meta, 'bytes', bytes)
-  redis.call('HINCRBY', meta, 'finished', finished)
-  redis.call('HINCRBY', meta, 'sent_bytes', bytes)
-  redis.call('HINCRBY', meta, 'tokens', sampled)
+if word == 'double' then redis.call('HINCRBY', meta, 'doubles', 1) end
+if mine and word ~= 'ok' then  -- by mistake, another unit's group may come with this entry
+  local asked = redis.call('XRANGE', requests, entry, entry)
+  local note = asked[1] and redis.call('HGET', units, asked[1][2][2]) or ''
+  mine = string.sub(note, 1, #entry + 3) ~= 'q:' .. entry .. ':'
 end
-return words
+if mine then
+  redis.call('XACK', requests, 'actors', entry)
+  redis.call('XDEL', requests, entry)
+end
+return word
 
 --- script beat holds now
 -- name, facts, entries worked on -> policy, whether the run ended, leases that were lost
