@@ -56,6 +56,9 @@ def setups(draw: st.DrawFn) -> Setup:
         pause_s=draw(st.sampled_from([0.0, 0.05])),
         hosts=draw(st.integers(1, 3)),
         host_episode_s=draw(st.sampled_from([0.0, 0.002])),
+        server_failures_per_hour=draw(st.sampled_from([0.0, 2000.0])),
+        trainer_failures_per_hour=draw(st.sampled_from([0.0, 500.0])),
+        restart_s=0.2,
         checkpoint_every=draw(st.integers(0, 2)),
         checkpoint_s=0.01,
         seed=draw(st.integers(0, 3)),
@@ -72,9 +75,9 @@ def test_no_event_happens_before_its_cause_or_before_the_one_before_it(plan: Set
 
 @FEW
 @given(setups())
-def test_every_sampled_token_is_trained_on_or_waits(plan: Setup) -> None:
+def test_every_sampled_token_is_trained_on_waits_or_was_lost(plan: Setup) -> None:
     result = simulate(plan)
-    assert result.sampled == result.trained + result.unused
+    assert result.sampled == result.trained + result.unused + result.lost
     assert result.trained > 0
 
 
@@ -171,3 +174,12 @@ def test_a_device_that_is_shared_does_one_thing_at_a_time() -> None:
     in_turns = simulate(plan)
     shared = simulate(replace(plan, lag=1, ahead=True, shared=True))
     assert shared.update_s == pytest.approx(in_turns.update_s, rel=0.02)
+
+
+def test_servers_that_fail_cost_time_and_tokens() -> None:
+    plan = setup(updates=10)
+    failing = replace(plan, server_failures_per_hour=20_000.0, restart_s=0.05)
+    result = simulate(failing)
+    assert result.failures > 0
+    assert result.lost > 0
+    assert result.seconds > simulate(plan).seconds

@@ -108,6 +108,9 @@ def plan(
     shape: Annotated[
         str | None, typer.Option(help="A published model's sizes, as in Qwen2.5-7B.")
     ] = None,
+    failures: Annotated[
+        float, typer.Option(min=0, help="Failures of a GPU in a thousand hours.")
+    ] = 0.0,
     explain: Annotated[bool, typer.Option("--explain", help="Where each figure is from.")] = False,
 ) -> None:
     """Foretell memory, time and cost of a run on so many GPUs, without starting anything."""
@@ -129,6 +132,7 @@ def plan(
             host_s=host_s,
             prompt=prompt,
             earlier=earlier,
+            failures_per_gpu_hour=failures / 1000,
         ),
     )
     options: dict[int, Option | str] = {}

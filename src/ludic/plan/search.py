@@ -50,6 +50,7 @@ class Job:
     steps: int = 1
     epochs: int = 1
     checkpoint_every: int = 0
+    failures_per_gpu_hour: float = 0.0
     seed: int = 0
 
     @property
@@ -162,7 +163,7 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int]:
             on_host=how.optimizer_device == "cpu",
         )
 
-    profile = costs.profile
+    profile, rate = costs.profile, job.failures_per_gpu_hour
     actors = job.hosts if alone else max(1, ceil(work.episodes / EPISODES_PER_ACTOR))
     published, streams = not alone, job.mode == "async"
     engines = actors if alone and streams else 1
@@ -200,6 +201,8 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int]:
             in_process=alone,
             checkpoint_every=job.checkpoint_every,
             checkpoint_s=costs.checkpoint_s / split.ranks,
+            server_failures_per_hour=rate * gpus if published else 0.0,
+            trainer_failures_per_hour=rate * split.ranks,
             seed=job.seed,
         ),
         *(plan, server_bytes),

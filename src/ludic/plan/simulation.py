@@ -21,6 +21,8 @@ from ludic.seeding import derive_seed
 
 _SAME = 1e-6
 """Steps within which two rows end together."""
+_DOWN = 1 << 30
+"""The load of a server that is starting again."""
 
 
 class _Server:
@@ -56,13 +58,17 @@ class _Simulation:
         self.version = self.taken = 0
         self.done = 0  # updates; the version is what servers have of them
         self.idle_since: float | None = 0.0
+        self.since_checkpoint = 0.0
         self.ended_at: list[float] = []
         self.parts: list[tuple[float, float]] = []
         self.lags: list[int] = []
         self.longest: list[float] = []
+        self.chance = np.random.default_rng(derive_seed(setup.seed, "failures"))
 
     def run(self) -> Result:
         self.start_allowed()
+        if self.setup.server_failures_per_hour > 0:
+            self.plan_failure()
         while self.done < self.work.updates:
             self.settle()
             self.now, _, kind, what, caused = heappop(self.queue)
@@ -258,6 +264,12 @@ class _Simulation:
         busy = computing + setup.intake_token_s * shared + setup.intake_episode_s * len(episodes)
         if setup.checkpoint_every and self.taken % setup.checkpoint_every == 0:
             busy += setup.checkpoint_s
+            self.since_checkpoint = 0.0
+        if (rate := setup.trainer_failures_per_hour / 3600) > 0:
+            for _ in range(int(self.chance.poisson(rate * busy))):
+                self.result.failures += 1
+                busy += setup.restart_s + self.since_checkpoint
+        self.since_checkpoint += computing
         if setup.shared:
             self.stand_still(computing)
         if setup.in_process and setup.ahead:  # the trainer's thread has the interpreter, too
@@ -292,6 +304,45 @@ class _Simulation:
             server.at = max(server.at, self.now) + seconds
             self.dirty.add(index)
 
+    # Failures
+
+    def plan_failure(self) -> None:
+        rate = self.setup.server_failures_per_hour * len(self.servers) / 3600
+        self.push(self.now + float(self.chance.exponential(1 / rate)), "failure")
+
+    def on_failure(self, _: None) -> None:
+        """A server is lost with its rows: their episodes begin again, on any server."""
+        index = int(self.chance.integers(len(self.servers)))
+        server = self.servers[index]
+        self.plan_failure()
+        if server.load >= _DOWN:
+            return
+        self.result.failures += 1
+        self.advance(server)
+        rows, waiting = list(server.ends), list(server.wait)
+        for end, episode in rows:
+            length = self.lengths[episode * self.work.turns + self.turn[episode]]
+            made = int(length - (end - server.steps))
+            self.result.sampled += made
+            self.result.lost += made + self.tokens[episode]
+        server.ends, server.rows, server.cached = [], 0, 0.0
+        server.wait.clear()
+        server.load = _DOWN  # the others come first
+        server.at = self.now + self.setup.restart_s
+        heappush(self.loads, (server.load, index))
+        self.push(server.at, "back", index)
+        self.dirty.add(index)
+        for _end, episode in rows:
+            self.turn[episode] = self.tokens[episode] = 0
+            self.version_of[episode] = self.version
+        for episode in [episode for _end, episode in rows] + waiting:
+            self.submit(episode)
+
+    def on_back(self, index: int) -> None:
+        server = self.servers[index]
+        server.load -= _DOWN
+        heappush(self.loads, (server.load, index))
+
     # The end
 
     def summed(self) -> Result:
@@ -299,6 +350,7 @@ class _Simulation:
         first = min(1 + setup.lag, self.work.updates - 1)
         begin = self.ended_at[first - 1] if first else 0.0
         counted = self.parts[first:]
+        result.seconds = self.now
         result.update_s = (self.now - begin) / (self.work.updates - first)
         result.wait_s = sum(wait for wait, _ in counted) / len(counted)
         result.train_s = sum(train for _, train in counted) / len(counted)

@@ -141,6 +141,9 @@ class Setup:
     in_process: bool = False
     checkpoint_every: int = 0
     checkpoint_s: float = 0.0
+    server_failures_per_hour: float = 0.0
+    trainer_failures_per_hour: float = 0.0
+    restart_s: float = 120.0
     seed: int = 0
 
 
@@ -155,10 +158,13 @@ class Result:
     sampled: int = 0
     trained: int = 0
     unused: int = 0
+    lost: int = 0
     lag_mean: float = 0.0
     lag_max: int = 0
     longest: float = 0.0
     """The tokens of an update's longest episode."""
     tokens_per_s: float = 0.0
+    seconds: float = 0.0
+    failures: int = 0
     trace: list[tuple[float, float, str]] = field(default_factory=list)
     """Of each event: when it was caused, when it happened, what it was."""

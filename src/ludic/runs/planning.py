@@ -66,6 +66,7 @@ class Given:
     host_s: float | None = None
     prompt: int | None = None
     earlier: Path | None = None
+    failures_per_gpu_hour: float = 0.0
 
 
 def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job, dict[str, str]]:
@@ -104,6 +105,7 @@ def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job
         steps=training.mini_batches,
         epochs=training.epochs,
         checkpoint_every=training.checkpoint_every,
+        failures_per_gpu_hour=given.failures_per_gpu_hour,
         seed=config.run.seed,
     )
     if any(_blocks(env.kind) is None for env in config.env):
