@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,19 @@ def test_what_is_there_before_a_run_is_not_looked_at_and_afterwards_all_is_as_it
         assert gc.isenabled()
     assert gc.get_threshold() == thresholds
     assert gc.get_freeze_count() == 0
+
+
+def test_a_cycle_with_a_lot_of_memory_is_freed_although_collections_are_rare() -> None:
+    class Board:
+        """Refers to itself, as an environment may."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    with rare_collections(every_s=0.01):
+        freed = threading.Event()
+        weakref.finalize(Board(), freed.set)
+        assert freed.wait(60)
 
 
 def test_an_actor_is_spared_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

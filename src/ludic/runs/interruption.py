@@ -8,6 +8,7 @@ import contextvars
 import gc
 import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -105,20 +106,28 @@ figure is 700."""
 
 
 @contextmanager
-def rare_collections() -> Iterator[None]:
+def rare_collections(every_s: float = 60.0) -> Iterator[None]:
     """Spares the garbage collector what it need not look at again.
 
     Most of a process's objects are modules and what the libraries made of themselves: hundreds of
     thousands, which a full collection walks through in a tenth of a second and never frees. Those
     that are there now are left out while this is held. Episodes leave few cycles behind, so the
-    young ones are looked at less often, too.
+    young ones are looked at less often, too; but all of them every `every_s`, since one that a
+    user's environment leaves may hold a lot of memory.
     """
-    thresholds = gc.get_threshold()
+    thresholds, over = gc.get_threshold(), threading.Event()
+
+    def collect() -> None:
+        while not over.wait(every_s):
+            gc.collect()
+
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, *thresholds[1:])
+    threading.Thread(target=collect, name="collector", daemon=True).start()
     try:
         yield
     finally:
+        over.set()
         gc.set_threshold(*thresholds)
         gc.unfreeze()
