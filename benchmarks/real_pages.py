@@ -65,7 +65,10 @@ The 0.5B by GRPO: one process that samples and then trains, one that samples the
 trains (`training.overlap`), and an actor and a trainer over Redis ([`--async`](../pipeline.md)). In
 both of the latter, samples are one update old.
 """
-MODELS = {"qwen05": "Qwen2.5-Coder-0.5B-Instruct", "qwen15": "Qwen2.5-Coder-1.5B-Instruct"}
+MODELS = {
+    "qwen05": "Qwen2.5-Coder-0.5B-Instruct",
+    **dict.fromkeys(("qwen15", "model"), "Qwen2.5-Coder-1.5B-Instruct"),  # the latter by TRL
+}
 """What the models in folders of such names are."""
 PAGES = {
     "gsm8k": ("GSM8K", TASK + GSM8K),
