@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from tools.constraints import EXTRAS, GROUP, closure, group_requirements
 
@@ -50,6 +53,21 @@ def test_everything_that_make_installs_is_pinned_to_a_version_that_fits(
         if requirement.marker is None or requirement.marker.evaluate():
             version = pins[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(version, prereleases=True), requirement
+
+
+def test_every_pin_runs_on_the_oldest_python_that_the_package_allows(
+    project: dict[str, Any], pins: dict[str, str]
+) -> None:
+    oldest = Version(project["project"]["requires-python"].removeprefix(">="))
+    asked = {
+        dist.name: dist.metadata["Requires-Python"]
+        for dist in distributions()
+        if pins.get(canonicalize_name(dist.name)) == re.sub(r"\+.*", "", dist.version)
+    }
+    assert len(asked) > 50
+    assert [
+        n for n, python in asked.items() if not SpecifierSet(python or "").contains(oldest)
+    ] == []
 
 
 def test_the_closure_of_a_requirement_holds_what_it_needs_and_no_build_suffix() -> None:
