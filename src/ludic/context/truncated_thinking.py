@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from ludic.context.full_dialog import FullDialog
 from ludic.types import Message
 
-_UNOPENED = re.compile(r"[^<]*+(?:<(?!/?think>)[^<]*+)*+</think>\s*")
+# No `*+` of a group: Python 3.11.4 and older misread it.
+_UNOPENED = re.compile(r"[^<]*+(?:<(?!/?think>)[^<]*+)*</think>\s*")
 _BLOCK = re.compile(r"<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
 
 

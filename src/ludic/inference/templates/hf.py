@@ -31,7 +31,8 @@ from ludic.types import ChatResponse, Fork, ForkReason, Message, TokenTrace, Too
 
 THINK_CLOSE = "</think>"
 # Nothing between the tags may open another block: that keeps it linear in the text's length.
-_THINKING = re.compile(r"<think>[^<]*+(?:<(?!/?think>)[^<]*+)*+</think>\s*")
+# No `*+` of a group: Python 3.11.4 and older misread it.
+_THINKING = re.compile(r"<think>[^<]*+(?:<(?!/?think>)[^<]*+)*</think>\s*")
 
 
 def same_message(sampled: str, spelled: str, markers: Sequence[str]) -> bool:

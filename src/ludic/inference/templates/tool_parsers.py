@@ -48,7 +48,8 @@ class MalformedCallError(ValueError):
 
 # An opening tag and the next closing one, with no other opening tag between them. Nothing is ever
 # tried again at another place, which keeps it linear.
-_HERMES_BLOCK = re.compile(r"<tool_call>([^<]*+(?:<(?!/?tool_call>)[^<]*+)*+)</tool_call>")
+# No `*+` of a group: Python 3.11.4 and older misread it.
+_HERMES_BLOCK = re.compile(r"<tool_call>([^<]*+(?:<(?!/?tool_call>)[^<]*+)*)</tool_call>")
 
 
 class HermesToolParser:
