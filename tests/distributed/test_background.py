@@ -25,6 +25,7 @@ from ludic.distributed.vllm.canary import Canary, prompt_logprobs
 from ludic.errors import ConfigError, PublishError
 from ludic.inference import VLLMChatClient
 from ludic.inference.tiny import tiny_model
+from ludic.inference.vllm.flags import STAGE
 from tests.inference.vllm.fake_server import FakeVLLM, blinking, vanishing
 from tests.training.synthetic import RecordingPublisher
 
@@ -437,7 +438,7 @@ async def test_a_server_that_dies_half_way_stops_the_next_publish_by_name() -> N
             await asyncio.sleep(0)
             raise ConnectionResetError
 
-        fake.faults["/update_weights"] = die
+        fake.faults[STAGE] = die
         await publisher.publish({"a": torch.zeros(2)}, 2)
         with pytest.raises(PublishError, match=f"version 2 was not published.*{fake.url}"):
             await publisher.settle()
@@ -475,11 +476,11 @@ async def test_a_publish_that_loses_every_server_goes_to_one_that_comes() -> Non
             client.set_servers({fake.url: starts[-1]}, joining="it is new")
 
         publisher.before = look
-        fake.faults["/update_weights"] = blinking()
+        fake.faults[STAGE] = blinking()
         report = await publisher.publish(Snapshot({"a": torch.zeros(2)}), 2)
         assert len(starts) == 2
         assert report.details["servers"] == [fake.url]
         assert fake.applied == 1
-        fake.faults["/update_weights"] = vanishing
+        fake.faults[STAGE] = vanishing
         with pytest.raises(PublishError, match="no server is left for version 3"):
             await publisher.publish(Snapshot({"a": torch.ones(2)}), 3)

@@ -15,6 +15,7 @@ from ludic.distributed.deadlines import SLACK_S, limit_of, longest_publish_s
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.errors import LudicError, PublishError
 from ludic.inference import VLLMChatClient
+from ludic.inference.vllm.flags import STAGE
 from tests.inference.vllm.fake_server import FakeVLLM, hanging
 from tests.training.synthetic import RecordingPublisher
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("clock")
 
 WEIGHTS = {"a.weight": torch.ones(3)}
 STEPS = (
-    *("/start_weight_update", "/update_weights", "/collective_rpc", "/pause"),
+    *(STAGE, "/collective_rpc", "/pause"),
     *("/finish_weight_update", "/reset_prefix_cache", "/resume"),
 )
 
@@ -69,7 +70,7 @@ async def test_a_publish_waits_for_a_whole_restart_and_still_has_its_own_time(
     async with VLLMChatClient(fake.url) as client:
         inner = BroadcastPolicyPublisher(client, canary=False)
         inner.before, inner.servers_s = start, 660.0
-        fake.faults["/update_weights"] = slow
+        fake.faults[STAGE] = slow
         publisher = BackgroundPublisher(inner)
         await publisher.publish(WEIGHTS, 1)
         await publisher.settle()
@@ -108,7 +109,7 @@ async def test_one_that_loses_its_servers_begins_again_only_while_its_time_lasts
     async with VLLMChatClient(fake.url) as client:
         inner = BroadcastPolicyPublisher(client, canary=False)
         inner.before, inner.servers_s = start, 310.0
-        fake.faults["/update_weights"] = goes_late
+        fake.faults[STAGE] = goes_late
         publisher, began = BackgroundPublisher(inner), now()
         await publisher.publish(WEIGHTS, 1)
         with pytest.raises(PublishError, match="version 1 was not published"):

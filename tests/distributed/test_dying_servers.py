@@ -27,14 +27,7 @@ pytestmark = pytest.mark.usefixtures("clock")
 GENERATE = "/inference/v1/generate"
 JOIN = "/init_weight_transfer_engine"
 STAGES = (
-    *(
-        "/get_world_size",
-        JOIN,
-        "/start_weight_update",
-        "/update_weights",
-        "/collective_rpc",
-        "/pause",
-    ),
+    *(JOIN, "/collective_rpc", "/pause"),
     *("/finish_weight_update", "/reset_prefix_cache", "/resume", SWITCH, GENERATE),
 )
 PROMPT = (1, 2, 3)

@@ -19,6 +19,7 @@ from ludic.errors import InferenceError, RequestRejectedError
 from ludic.inference.local import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.flags import STAGE
 from tests.inference.vllm.asking import PATIENT, request, scored, trace_of
 
 KEY = "the key of this run"
@@ -100,7 +101,7 @@ async def test_a_request_under_way_has_the_tokens_of_both_policies(client: VLLMC
 
 async def test_without_the_key_only_its_health_can_be_asked(url: str) -> None:
     paths = ("/v1/models", "/weight_info", "/openapi.json")
-    posts = ("/update_weights", "/finish_weight_update", "/collective_rpc", "/pause")
+    posts = ("/finish_weight_update", "/collective_rpc", "/pause")
     async with aiohttp.ClientSession() as session:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
             statuses = [(await session.get(url + path, headers=headers)).status for path in paths]
@@ -118,6 +119,6 @@ async def test_what_it_cannot_do_is_refused_with_a_reason(client: VLLMChatClient
         ({"plane": "ipc"}, "no weights over 'ipc'"),
         ({"plane": "shared_memory", "path": "/etc/passwd"}, "not a file of weights"),
     ):
-        body = {"update_info": update}
+        body = {"method": STAGE, "args": [update]}
         with pytest.raises(InferenceError, match=why):
-            await client.control(replica, "POST", "/update_weights", body=body, timeout_s=60)
+            await client.control(replica, "POST", "/collective_rpc", body=body, timeout_s=60)

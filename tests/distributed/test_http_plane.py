@@ -22,6 +22,7 @@ from ludic.distributed.vllm.shared_memory import FetchedWeights, open_shared
 from ludic.distributed.vllm.weights_server import WeightsServer
 from ludic.errors import ConfigError, PublishError
 from ludic.inference import VLLMChatClient
+from ludic.inference.vllm.flags import STAGE
 from ludic.inference.vllm.server import free_port
 from ludic.plumbing import files
 from tests.inference.vllm.fake_server import FakeVLLM
@@ -296,16 +297,19 @@ async def test_an_update_is_taken_in_when_every_worker_has_fetched_and_not_befor
             return {"results": [{"fetched": True}, {"error": "no room"}]}
         return {"results": [{"fetched": done} for done in answers.pop(0)]}
 
+    def staged(_: Any) -> Any:
+        return {"results": [{"tensors": {}}] * 2}
+
     async with (
-        FakeVLLM(faults={"/collective_rpc": fetched}).serving() as fake,
+        FakeVLLM(faults={"/collective_rpc": fetched, STAGE: staged}).serving() as fake,
         VLLMChatClient(fake.url, model="tiny") as client,
     ):
         server = WeightsServer(client, client.replicas[0], 60.0, 60.0)
         await server.receive({"plane": "http", "source": {"url": "http://trainer"}})
-        assert fake.order[-4:] == [*["/collective_rpc"] * 3, "/update_weights"]
+        assert fake.order[-4:] == [*["/collective_rpc"] * 3, STAGE]
         with pytest.raises(PublishError, match="did not fetch the weights: no room"):
             await server.receive({"plane": "http", "source": {"url": "http://trainer"}})
-        assert fake.calls["/update_weights"] == 1
+        assert fake.calls[STAGE] == 1
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -19,6 +19,7 @@ from ludic.distributed.vllm.checksums import receipt
 from ludic.distributed.vllm.planes import IPCPlane, SharedMemoryPlane, Shipment
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.flags import STAGE
 from tests.inference.vllm.fake_server import FakeVLLM, failing, vanishing
 
 Fakes = tuple[FakeVLLM, FakeVLLM]
@@ -117,7 +118,7 @@ async def test_a_server_that_dies_half_way_is_out_and_comes_back_with_all_weight
     publisher: BroadcastPolicyPublisher, fakes: Fakes, client: VLLMChatClient
 ) -> None:
     await sent(publisher, 1)
-    fakes[1].faults["/update_weights"] = vanishing
+    fakes[1].faults[STAGE] = vanishing
     report = await publisher.publish(weights(2), 2)
     assert report.details["servers"] == [fakes[0].url]
     assert "take the tensors" in report.details["lost"][fakes[1].url]
@@ -185,7 +186,7 @@ async def test_a_host_whose_copy_is_gone_half_way_gets_all_weights(
         return bring(copy, *args, base=base, **more)
 
     monkeypatch.setattr(HostCopy, "bring", losing)
-    fakes[0].faults["/update_weights"] = failing(500, times=1)
+    fakes[0].faults[STAGE] = failing(500, times=1)
     assert await sent(publisher, 2) == "weights"
     monkeypatch.undo()
     assert all(holds(fake, 2) for fake in fakes)
@@ -212,7 +213,7 @@ async def test_weights_that_are_not_finite_are_not_sent_whole_after_the_differen
     broken["a"][0, 0] = torch.nan
     with pytest.raises(PublishError, match="NaN or infinity"):
         await publisher.publish(broken, 2)
-    assert all(fake.calls["/update_weights"] <= 3 for fake in fakes)  # 1, 2 and its discard
+    assert all(fake.calls[STAGE] <= 3 for fake in fakes)  # 1, 2 and its discard
     assert all(fake.version == "1" for fake in fakes)
 
 

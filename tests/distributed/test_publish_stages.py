@@ -24,12 +24,19 @@ from ludic.distributed.vllm.planes import SharedMemoryPlane, Shipment
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.flags import STAGE
 from ludic.sharding.weights import ModelWeights
-from tests.inference.vllm.fake_server import FakeVLLM, Handler, failing, hanging, vanishing
+from tests.inference.vllm.fake_server import (
+    FakeVLLM,
+    Handler,
+    failing,
+    hanging,
+    receipts,
+    vanishing,
+)
 
 WEIGHTS = {"a.weight": torch.arange(12.0).view(3, 4), "b.bias": torch.ones(5)}
 BROKEN = {**WEIGHTS, "c.bias": torch.tensor([1.0, float("nan")])}
-STAGING = ("/start_weight_update", "/update_weights", "/collective_rpc")
 APPLYING = ("/finish_weight_update", "/reset_prefix_cache", "/resume")
 
 Fakes = tuple[FakeVLLM, FakeVLLM]
@@ -62,22 +69,16 @@ async def test_a_server_samples_until_everything_was_compared(
 ) -> None:
     await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
     for fake in fakes:
-        after = fake.order[fake.order.index("/get_world_size") :]
-        assert after[:5] == ["/get_world_size", *STAGING, "/pause"]
-        assert set(after[5:7]) == {"/finish_weight_update", "/reset_prefix_cache"}
-        assert after[7:] == ["/resume"]
+        after = fake.order[fake.order.index(STAGE) :]
+        assert after[:2] == [STAGE, "/pause"]
+        assert set(after[2:4]) == {"/finish_weight_update", "/reset_prefix_cache"}
+        assert after[4:] == ["/resume"]
 
 
 async def test_the_report_says_how_long_each_stage_took(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:
-    applied: list[float] = []
-
-    def receipt(_: Any) -> Any:
-        seconds = {"stage": 0.25, "checksums": 0.5, "apply": 4.0 if not applied else 0.125}
-        applied.append(1.0)
-        return {"results": [{"tensors": fakes[0].staged, "applied": 0, "seconds": seconds}]}
-
+    seconds = {"stage": 0.25, "checksums": 0.5, "apply": 4.0}  # that of the update before
     prompt = (1, 2, 3)
 
     def scores(_: Any) -> Any:
@@ -85,7 +86,7 @@ async def test_the_report_says_how_long_each_stage_took(
         choice = {"token_ids": [1], "finish_reason": "length"}
         return {"choices": [choice], "prompt_logprobs": rows}
 
-    fakes[0].faults["/collective_rpc"] = receipt
+    fakes[0].faults[STAGE] = receipts(fakes[0], lambda said: {**said, "seconds": seconds})
     for fake in fakes:
         fake.faults["/inference/v1/generate"] = scores
     budget = MismatchBudget(100.0, 100.0)
@@ -93,14 +94,12 @@ async def test_the_report_says_how_long_each_stage_took(
     report = await publisher.publish(ModelWeights(tiny_model()), 3)
     stages = report.details["stages"]
     assert list(stages) == [
-        *("gather", "prepare", "greet", "finite", "checksums", "own_canary", "start", "stage"),
+        *("gather", "prepare", "greet", "finite", "checksums", "own_canary", "stage"),
         *("compare", "pause", "apply", "reset", "resume", "canary"),
-        *("worker_stage", "worker_checksums", "worker_apply"),
+        *("worker_stage", "worker_checksums"),
     ]
     assert all(0 <= took <= report.seconds for name, took in stages.items() if "_" not in name)
-    # What a worker says it took to apply is asked for afterwards: before, it is the last one's.
-    workers = [stages[f"worker_{part}"] for part in ("stage", "checksums", "apply")]
-    assert workers == [0.25, 0.5, 0.125]
+    assert (stages["worker_stage"], stages["worker_checksums"]) == (0.25, 0.5)
 
 
 async def test_the_trainer_checks_its_weights_while_the_servers_stage_them(
@@ -117,7 +116,7 @@ async def test_the_trainer_checks_its_weights_while_the_servers_stage_them(
         staged.set()
 
     monkeypatch.setattr(weights_payload, "receipt", waiting)
-    fakes[0].faults["/update_weights"] = arrived
+    fakes[0].faults[STAGE] = arrived
     report = await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
     assert len(report.details["servers"]) == 2
 
@@ -138,7 +137,7 @@ async def test_weights_that_are_not_finite_end_a_publish_that_hangs_in_staging(
         return hanging(request)
 
     monkeypatch.setattr(weights_payload, "refuse_not_finite", waiting)
-    fakes[1].faults["/update_weights"] = arrived
+    fakes[1].faults[STAGE] = arrived
     with pytest.raises(PublishError, match=r"NaN or infinity, first c\.bias"):
         await BroadcastPolicyPublisher(client).publish(BROKEN, 3)
     assert fakes[0].calls["/pause"] == 0
@@ -160,7 +159,7 @@ async def test_a_trainer_that_cannot_score_the_canary_applies_nothing(
     assert len(client.in_rotation()) == 2
 
 
-@pytest.mark.parametrize("path", ["/get_world_size", *STAGING, "/pause", *APPLYING])
+@pytest.mark.parametrize("path", [STAGE, "/pause", *APPLYING])
 async def test_a_server_that_dies_at_any_stage_is_lost_and_the_other_updated(
     client: VLLMChatClient, fakes: Fakes, path: str
 ) -> None:
@@ -172,7 +171,7 @@ async def test_a_server_that_dies_at_any_stage_is_lost_and_the_other_updated(
     assert [r.url for r in client.in_rotation()] == [fakes[0].url]
 
 
-@pytest.mark.parametrize("path", [*STAGING, "/pause"])
+@pytest.mark.parametrize("path", [STAGE, "/pause"])
 async def test_when_the_last_server_dies_the_error_says_so(
     client: VLLMChatClient, fakes: Fakes, path: str
 ) -> None:
@@ -196,7 +195,7 @@ async def test_a_server_that_refuses_to_pause_puts_everyone_back(
     assert len(client.in_rotation()) == 2
 
 
-@pytest.mark.parametrize("path", [*STAGING, "/pause"])
+@pytest.mark.parametrize("path", [STAGE, "/pause"])
 async def test_a_publish_that_is_cancelled_before_it_applies_leaves_the_servers_sampling(
     client: VLLMChatClient, fakes: Fakes, path: str
 ) -> None:
@@ -260,7 +259,7 @@ async def test_what_a_cancelled_publish_was_preparing_is_removed_when_it_is_ther
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
     ("path", "fault"),
-    [*((path, failing(500)) for path in STAGING), ("/start_weight_update", hanging)],
+    [(STAGE, failing(500)), ("/collective_rpc", failing(500)), ("/collective_rpc", hanging)],
 )
 async def test_a_server_that_cannot_be_brought_back_does_not_hold_up_the_others(
     client: VLLMChatClient, fakes: Fakes, path: str, fault: Handler
@@ -286,7 +285,7 @@ async def test_a_server_of_unknown_weights_is_not_resumed_by_a_publish_that_fail
     await publisher.publish(WEIGHTS, 3)
     assert fakes[1].paused
     del fakes[1].faults["/finish_weight_update"]
-    fakes[0].faults["/update_weights"] = failing(500)
+    fakes[0].faults[STAGE] = failing(500)
     with pytest.raises(PublishError, match=r"out of rotation: \[.*failed while it applied"):
         await publisher.publish(WEIGHTS, 4)
     assert fakes[1].paused
@@ -316,10 +315,10 @@ async def test_a_deadline_that_passes_while_a_server_pauses_resumes_the_others(
 
 def test_the_slowest_of_those_who_work_side_by_side_counts() -> None:
     stages = PublishTimes()
-    stages.seconds["start"] = 0.2
-    stages.slowest([{"start": 0.1, "apply": 1.0}, {"apply": 3.0}])
-    stages.slowest([{"apply": 2.0}], prefix="worker_")
-    assert stages.in_order() == {"start": 0.2, "apply": 3.0, "worker_apply": 2.0}
+    stages.seconds["stage"] = 0.2
+    stages.slowest([{"stage": 0.1, "apply": 1.0}, {"apply": 3.0}])
+    stages.slowest([{"stage": 2.0}], prefix="worker_")
+    assert stages.in_order() == {"stage": 0.2, "apply": 3.0, "worker_stage": 2.0}
 
 
 async def test_the_first_failure_ends_what_runs_beside_it() -> None:

@@ -27,9 +27,10 @@ from ludic.distributed.vllm.shared_memory import open_shared, write_shared
 from ludic.errors import ConfigError, DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.flags import STAGE
 from ludic.inference.vllm.server import free_port
 from ludic.sharding.weights import ModelWeights
-from tests.inference.vllm.fake_server import FakeVLLM, failing, hanging
+from tests.inference.vllm.fake_server import FakeVLLM, failing, hanging, receipts
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -65,7 +66,7 @@ async def test_a_publish_reaches_every_server_and_leaves_them_running(
     assert client.version == 3
 
 
-@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/collective_rpc"])
+@pytest.mark.parametrize("path", [STAGE, "/collective_rpc"])
 async def test_a_refusal_before_the_weights_are_used_puts_everyone_back(
     client: VLLMChatClient, fakes: Fakes, path: str
 ) -> None:
@@ -103,7 +104,7 @@ async def test_when_nobody_could_apply_it_the_trainer_is_told(
 
 
 async def test_a_server_that_cannot_be_resumed_is_out(client: VLLMChatClient, fakes: Fakes) -> None:
-    fakes[0].faults["/update_weights"] = failing(500)
+    fakes[0].faults[STAGE] = failing(500)
     fakes[1].faults["/resume"] = failing(500)
     with pytest.raises(PublishError, match=r"out of rotation.*could not be resumed"):
         await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
@@ -121,9 +122,7 @@ async def test_a_server_that_cannot_be_resumed_is_out(client: VLLMChatClient, fa
 async def test_what_did_not_arrive_as_it_was_sent_is_not_used(
     client: VLLMChatClient, fakes: Fakes, receipt: Any, says: str
 ) -> None:
-    fakes[0].faults["/collective_rpc"] = lambda _: {
-        "results": [{"tensors": receipt(fakes[0].staged)}]
-    }
+    fakes[0].faults[STAGE] = receipts(fakes[0], lambda said: {"tensors": receipt(said["tensors"])})
     with pytest.raises(PublishError, match=says):
         await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
     assert all(f.version == "default" and f.calls["/pause"] == 0 for f in fakes)
@@ -137,11 +136,10 @@ async def test_a_server_without_our_extension_is_told_apart(
         await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
 
 
-@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights"])
 async def test_a_server_with_a_transfer_of_its_own_is_named_with_the_remedy(
-    client: VLLMChatClient, fakes: Fakes, path: str
+    client: VLLMChatClient, fakes: Fakes
 ) -> None:
-    fakes[1].faults |= {path: failing(500), "/collective_rpc": failing(500)}
+    fakes[1].faults["/collective_rpc"] = failing(500)
     with pytest.raises(PublishError, match=rf"{fakes[1].url} was started without.*ludic serve"):
         await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
     assert len(client.in_rotation()) == 2
@@ -150,7 +148,7 @@ async def test_a_server_with_a_transfer_of_its_own_is_named_with_the_remedy(
 async def test_a_server_that_hangs_meets_the_deadline_and_the_others_are_resumed(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:
-    fakes[1].faults["/update_weights"] = hanging
+    fakes[1].faults[STAGE] = hanging
     with pytest.raises(DeadlineError, match="the publish of version 3"):
         await BroadcastPolicyPublisher(client, timeout_s=0.5).publish(WEIGHTS, 3)
     assert not fakes[0].paused

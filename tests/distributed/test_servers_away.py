@@ -19,6 +19,7 @@ from ludic.inference.http import UnreachableError
 from ludic.inference.retries import Backoff
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.flags import STAGE
 from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.asking import request, trace_of
 from tests.inference.vllm.fake_server import (
@@ -28,6 +29,7 @@ from tests.inference.vllm.fake_server import (
     blinking,
     dark_address,
     failing,
+    hanging,
     vanishing,
 )
 
@@ -101,10 +103,10 @@ async def test_a_host_that_goes_dark_in_a_publish_is_dropped_from_it(
     def goes_dark(_: Any) -> None:
         client.replicas[1].url = dark
 
-    fakes[1].faults["/get_world_size"] = goes_dark
+    fakes[1].faults["/collective_rpc"] = goes_dark
     report = await BroadcastPolicyPublisher(client).publish(WEIGHTS, 1)
     assert report.details["servers"] == [fakes[0].url]
-    assert "it went away when it was to open an update" in report.details["lost"][dark]
+    assert "it went away when it was to take the tensors" in report.details["lost"][dark]
     assert fakes[0].version == "1"
 
 
@@ -163,7 +165,7 @@ async def test_a_slow_server_out_of_rotation_comes_back_where_the_publisher_has_
         await asyncio.sleep(60)
 
     client.replicas[1].out = "it was restarted"
-    fakes[1].faults |= dict.fromkeys(("/v1/models", "/start_weight_update"), slow)
+    fakes[1].faults |= dict.fromkeys(("/v1/models", STAGE), slow)
     publisher = BroadcastPolicyPublisher(client, timeout_s=900, patience_s=patience_s)
     report = await publisher.publish(WEIGHTS, 1)
     assert list(report.details["lost"]) == ([] if back else [fakes[1].url])
@@ -283,3 +285,14 @@ async def test_of_two_publishes_at_once_the_older_version_is_refused(
     assert "version 5 is older than 6" in str(older)
     assert publisher.version == 6
     assert [f.version for f in fakes] == ["6", "6"]
+
+
+async def test_a_known_server_that_hangs_is_lost_and_the_other_updated(
+    client: VLLMChatClient, fakes: Fakes
+) -> None:
+    publisher = BroadcastPolicyPublisher(client)
+    await publisher.publish(WEIGHTS, 1)
+    fakes[1].faults |= dict.fromkeys((*ROUTES, STAGE), hanging)
+    report = await publisher.publish(WEIGHTS, 2)
+    assert "went away when it was to take the tensors" in report.details["lost"][fakes[1].url]
+    assert (fakes[0].version, fakes[1].version) == ("2", "1")

@@ -56,13 +56,13 @@ class PlayingServer(FakeVLLM):
             return {"tokens": self.tokenizer.encode(body["prompt"])}
         return super()._reply(path, body)
 
-    def _control(self, path: str, body: Any) -> None:
-        if path == "/update_weights" and body["update_info"]["plane"] == "shared_memory":
+    def _stage(self, update: Any) -> None:
+        if update is not None and update["plane"] == "shared_memory":
             parameters = dict(self.model.named_parameters())
             with torch.no_grad():
-                for name, tensor in open_shared(Path(body["update_info"]["path"])):
+                for name, tensor in open_shared(Path(update["path"])):
                     parameters[name].copy_(tensor)
-        super()._control(path, body)
+        super()._stage(update)
 
     def _completion(self, path: str, body: Any) -> Any:
         if not body:

@@ -40,7 +40,7 @@ async def test_a_listed_server_has_the_models_weights_before_it_is_asked(tmp_pat
     assert not server.asked
 
 
-@pytest.mark.parametrize("route", ["/start_weight_update", "/update_weights"])
+@pytest.mark.parametrize("route", ["/finish_weight_update", "/collective_rpc"])
 async def test_a_listed_server_without_the_routes_is_named(tmp_path: Path, route: str) -> None:
     from ludic.errors import LudicError
     from tests.inference.vllm.fake_server import ROUTES

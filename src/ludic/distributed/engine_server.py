@@ -24,7 +24,7 @@ from ludic.errors import DeadlineError, EngineClosedError, LudicError, PublishEr
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local.client import LocalChatClient
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
-from ludic.inference.vllm.flags import FETCH, PLACE, RECEIPT
+from ludic.inference.vllm.flags import FETCH, PLACE, RECEIPT, STAGE
 from ludic.inference.vllm.guard import OPEN, has_key
 from ludic.inference.vllm.wire import UNNAMED_VERSION
 from ludic.plumbing.model_parts import base_causal_lm
@@ -61,8 +61,6 @@ class EngineServer:
             "/tokenize": self._tokenize,
             "/collective_rpc": self._call,
             "/init_weight_transfer_engine": self._join,
-            "/start_weight_update": self._forget,
-            "/update_weights": self._stage,
             "/finish_weight_update": self._apply,
             # An update pauses the engine by itself, and forgets what it had computed.
             **dict.fromkeys(("/pause", "/resume", "/reset_prefix_cache"), _nothing),
@@ -151,7 +149,9 @@ class EngineServer:
             return {"results": [asdict(Place.of(next(self._model.parameters()).device))]}
         if body["method"] == FETCH:  # with the update: it samples while a thread takes that in
             return {"results": [{"fetched": True}]}
-        if body["method"] != RECEIPT:
+        if body["method"] == STAGE:
+            await self._stage(body["args"][0])
+        elif body["method"] != RECEIPT:
             raise ValueError(f"this server's worker has no method {body['method']!r}")
         tensors = await asyncio.to_thread(receipt, self._staged.items())
         return {"results": [{"tensors": tensors, "applied": self._applied}]}
@@ -163,14 +163,14 @@ class EngineServer:
             self._group.close()
         self._group = await asyncio.to_thread(BroadcastGroup, **invitation, rank=rank)
 
-    async def _forget(self, _: Any) -> Any:
+    async def _stage(self, update: Any) -> None:
         self._staged = {}
         self._fetched.drop()
-
-    async def _stage(self, body: Any) -> Any:
-        tensors = await asyncio.to_thread(lambda: dict(self._arriving(body["update_info"])))
+        if update is None:
+            return
+        tensors = await asyncio.to_thread(lambda: dict(self._arriving(update)))
         wanted = {name for name, _ in self._model.named_parameters()}
-        if tensors and (missing := sorted(wanted - tensors.keys())):
+        if missing := sorted(wanted - tensors.keys()):
             raise PublishError(f"{len(missing)} tensors were left out, such as {missing[:3]}")
         self._staged = tensors
 
@@ -185,7 +185,7 @@ class EngineServer:
                 tensor = torch.empty(meta["shape"], dtype=getattr(torch, meta["dtype"]))
                 self._group.broadcast(tensor)
                 yield meta["name"], tensor
-        elif plane != "discard":
+        else:
             raise PublishError(f"this server takes no weights over {plane!r}")
 
     async def _apply(self, body: Any) -> Any:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from aiohttp import web
@@ -16,20 +17,22 @@ from aiohttp.test_utils import TestServer
 from ludic.distributed.host_copy import HostCopy
 from ludic.distributed.vllm.checksums import receipt
 from ludic.distributed.vllm.shared_memory import open_shared
+from ludic.inference.vllm.flags import STAGE
 
 Handler = Callable[[web.Request], Any]
 
 ROUTES = (
     *("/v1/models", "/version", "/openapi.json", "/health"),
     *("/inference/v1/generate", "/v1/completions", "/pause", "/resume"),
-    *("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc"),
+    *("/finish_weight_update", "/collective_rpc"),
     *("/reset_prefix_cache", "/get_world_size", "/weight_info"),
 )
 
 
 @dataclass
 class FakeVLLM:
-    """Answers like vLLM, except where `faults` has an answer for the path."""
+    """Answers like vLLM, except where `faults` has an answer for the path, or for `STAGE`: the
+    call of the workers that begins an update, or drops it."""
 
     routes: tuple[str, ...] = ROUTES
     faults: dict[str, Handler] = field(default_factory=dict)
@@ -45,10 +48,14 @@ class FakeVLLM:
     url: str = ""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.calls[request.path] += 1
-        self.order.append(request.path)
-        if request.path in self.faults:
-            found = self.faults[request.path](request)
+        body = await request.json() if request.can_read_body else None
+        named = isinstance(body, dict) and body.get("method") == STAGE
+        what = STAGE if named else request.path
+        self.calls[what] += 1
+        self.order.append(what)
+        fault = self.faults.get(what) or self.faults.get(request.path)
+        if fault is not None:
+            found = fault(request)
             found = await found if asyncio.iscoroutine(found) else found
             if isinstance(found, web.StreamResponse):
                 return found
@@ -56,7 +63,6 @@ class FakeVLLM:
                 return web.json_response(found)
         if request.path not in self.routes:
             return web.json_response({"detail": "Not Found"}, status=404)
-        body = await request.json() if request.can_read_body else None
         return web.json_response(self._reply(request.path, body))
 
     def _reply(self, path: str, body: Any) -> Any:
@@ -73,6 +79,8 @@ class FakeVLLM:
         if path == "/weight_info":
             return {"weight_version": self.version}
         if path == "/collective_rpc":
+            if body["method"] == STAGE:
+                self._stage(body["args"][0])
             holds = None if self.copy is None else self.copy.holds
             answer = {"tensors": self.staged, "applied": self.applied, "holds": holds}
             return {"results": [answer]}
@@ -82,23 +90,19 @@ class FakeVLLM:
     def _control(self, path: str, body: Any) -> None:
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
-        elif path == "/start_weight_update":
-            self.active = True
-        elif path == "/update_weights" and body["update_info"]["plane"] == "shared_memory":
-            from pathlib import Path
-
-            file = Path(body["update_info"]["path"])
-            pairs, copy = dict(open_shared(file)), body["update_info"].get("copy")
-            if copy is not None:
-                self.copy = self.copy or HostCopy(copy["key"])
-                pairs = self.copy.bring(copy["name"], pairs, base=copy["base"])
-            self.staged = receipt(pairs.items())
-        elif path == "/update_weights":  # `discard`
-            self.staged = {}
         elif path == "/finish_weight_update":
             self.applied += bool(self.staged)
             self.active, self.staged = False, {}
             self.version = (body or {}).get("weight_version", self.version)
+
+    def _stage(self, update: Any) -> None:
+        self.active, self.staged = update is not None, {}
+        if update is not None and update["plane"] == "shared_memory":
+            pairs, copy = dict(open_shared(Path(update["path"]))), update.get("copy")
+            if copy is not None:
+                self.copy = self.copy or HostCopy(copy["key"])
+                pairs = self.copy.bring(copy["name"], pairs, base=copy["base"])
+            self.staged = receipt(pairs.items())
 
     def _completion(self, path: str, body: Any) -> Any:
         self.bodies.append(body)
@@ -136,6 +140,16 @@ def failing(status: int, times: int = 10**9, **headers: str) -> Handler:
         left[0] -= 1
         body = {"error": {"message": f"made to fail with {status}"}}
         return web.json_response(body, status=status, headers=headers)
+
+    return answer
+
+
+def receipts(fake: FakeVLLM, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Handler:
+    """Its workers' answers as usual, but changed."""
+
+    async def answer(request: web.Request) -> Any:
+        reply = fake._reply(request.path, await request.json())
+        return {"results": [change(result) for result in reply["results"]]}
 
     return answer
 

@@ -101,7 +101,7 @@ def test_every_name_that_vllm_is_given_leads_to_our_code() -> None:
     for path in (flags.GUARD, flags.SWITCHING):
         module, _, name = path.rpartition(".")
         assert callable(getattr(importlib.import_module(module), name))
-    for method in (flags.RECEIPT, flags.ADAPTER_LIMITS, flags.ADAPTER_RECEIPT):
+    for method in (flags.STAGE, flags.RECEIPT, flags.ADAPTER_LIMITS, flags.ADAPTER_RECEIPT):
         assert callable(getattr(extension, method))
 
 

@@ -12,9 +12,10 @@ from aiohttp import web
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.errors import DeadlineError
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.flags import STAGE
 from ludic.inference.vllm.switching import SWITCH, SwitchRoute
 from tests.distributed.test_publish_stages import WEIGHTS
-from tests.inference.vllm.fake_server import FakeVLLM, failing
+from tests.inference.vllm.fake_server import FakeVLLM, failing, receipts
 from tests.virtual_time import virtual_time
 
 
@@ -97,7 +98,7 @@ async def test_asking_whether_the_route_is_there_changes_nothing() -> None:
     assert engine.steps == []
 
 
-async def test_a_publish_switches_each_server_in_one_exchange() -> None:
+async def test_a_publish_stages_in_one_exchange_and_switches_in_another() -> None:
     async with FakeVLLM().serving() as fake:
 
         async def switch(request: web.Request) -> Any:
@@ -107,8 +108,12 @@ async def test_a_publish_switches_each_server_in_one_exchange() -> None:
 
         fake.faults[SWITCH] = switch
         async with VLLMChatClient(fake.url) as client:
-            report = await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
-        assert (fake.version, fake.applied, fake.calls["/pause"]) == ("3", 1, 0)
+            publisher = BroadcastPolicyPublisher(client)
+            report = await publisher.publish(WEIGHTS, 3)
+            assert (fake.version, fake.applied, fake.calls["/pause"]) == ("3", 1, 0)
+            fake.order.clear()
+            await publisher.publish(WEIGHTS, 4)
+        assert fake.order == [STAGE, SWITCH], "and a server that is known is asked nothing else"
         assert report.details["stall_s"] == 0.25
         assert report.details["stages"]["apply"] == 0.1
 
@@ -140,7 +145,7 @@ async def test_a_server_that_hangs_in_a_switch_is_given_the_time_left_and_paused
             await asyncio.sleep(8)
 
         fake.faults[SWITCH] = switch
-        fake.faults["/start_weight_update"] = slow
+        fake.faults[STAGE] = slow
         async with VLLMChatClient(fake.url) as client:
             publisher = BroadcastPolicyPublisher(client, timeout_s=20.0, patience_s=5.0)
             with (
@@ -167,9 +172,6 @@ async def test_the_canary_goes_before_the_requests_that_a_publish_held_up() -> N
             choice = {"token_ids": [1], "finish_reason": "length"}
             return {"choices": [choice], "prompt_logprobs": rows}
 
-        def receipt(_: Any) -> Any:
-            return {"results": [{"tensors": fake.staged, "scheduling": "priority"}]}
-
         async with VLLMChatClient(fake.url) as client:
             await client.connect(timeout_s=60)
             fake.faults["/inference/v1/generate"] = scores
@@ -177,6 +179,7 @@ async def test_the_canary_goes_before_the_requests_that_a_publish_held_up() -> N
             publisher = BroadcastPolicyPublisher(client, canary_prompt=(1, 2), budget=budget)
             weights = ModelWeights(tiny_model())
             await publisher.publish(weights, 1)
-            fake.faults["/collective_rpc"] = receipt
+            by_priority = receipts(fake, lambda said: {**said, "scheduling": "priority"})
+            fake.faults["/collective_rpc"] = by_priority
             await publisher.publish(weights, 2)
     assert priorities == [None, -1]

@@ -64,7 +64,7 @@ class LudicInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class LudicUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which plane, and what it needs. The plane `discard` drops what was staged.
+    """Which plane, and what it needs.
 
     With `copy`, the tensors go into the host's copy of this publisher (`key`), which is then called
     `name`; `base` is what they are differences to, or None where all of them come.
@@ -123,7 +123,6 @@ class LudicWeightTransferEngine(
         if self.broken is not None:
             raise RuntimeError(f"this server must be restarted: {self.broken}")
         self._staged = []
-        self.fetched.drop()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Stages one part of an update."""
@@ -131,10 +130,8 @@ class LudicWeightTransferEngine(
 
     def receive_weights(self, update_info: LudicUpdateInfo) -> None:
         """Takes the tensors in and checks that they are this model's, without using them."""
-        if update_info.plane == "discard":
-            self._staged = []
-            self.fetched.drop()
-            return
+        if update_info.plane != "http":
+            self.fetched.drop()  # of a trainer that went away
         if update_info.copy is None:
             self._let_go()  # else its receipt would be another's
         with self._timed("stage"):
@@ -158,9 +155,9 @@ class LudicWeightTransferEngine(
         puts it right; where it cannot, `broken` says so.
         """
         staged, self._staged = self._staged, []
-        self.fetched.drop()  # until then other workers of this host, and other hosts, find it
         if not staged:
             return
+        self.fetched.drop()  # until then other workers of this host, and other hosts, find it
         with self._timed("apply"):
             apply = self._write if self._why_rebuild is None else self._rebuild
             try:

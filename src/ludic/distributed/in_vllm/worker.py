@@ -6,7 +6,9 @@ workers by `--worker-extension-cls`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +19,8 @@ from ludic.distributed.vllm.checksums import receipt
 from ludic.distributed.vllm.placement import Place
 from ludic.errors import LudicError
 from ludic.inference.vllm.flags import BACKEND
+
+_log = logging.getLogger("vllm.ludic")
 
 
 class WorkerExtension:
@@ -32,6 +36,27 @@ class WorkerExtension:
             return {"fetched": path.done() and path.result().exists()}
         except (LudicError, OSError, ValueError) as exc:
             return {"error": str(exc)}
+
+    def ludic_stage(self, update: dict[str, Any] | None) -> dict[str, Any]:
+        """Takes the tensors of an update in, beside those that are served, and returns their
+        receipt. What was staged before is dropped; None: that alone."""
+        worker: Any = self
+        engine = getattr(worker, "weight_transfer_engine", None)
+        if engine is None or not hasattr(engine, "receipt"):
+            return {"error": f"the server was started without the weight transfer {BACKEND!r}"}
+        try:
+            engine.start_weight_update()
+            with suppress(RuntimeError):  # where none was left open
+                worker.finish_weight_update()
+            if update is None:
+                engine.fetched.drop()
+                return {}
+            worker.start_weight_update()
+            worker.update_weights(update)
+            return self.ludic_receipt()
+        except Exception as exc:
+            _log.exception("the worker did not take an update")
+            return {"error": f"{type(exc).__name__}: {exc}"}
 
     def ludic_receipt(self) -> dict[str, Any]:
         """Checksum, type and shape of every tensor that waits to be applied, how many updates were

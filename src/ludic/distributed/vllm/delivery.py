@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 ORDER = (
     *("gather", "encode", "prepare", "greet", "finite", "checksums", "own_canary", "join"),
-    *("write", "room", "load", "start", "stage", "compare", "sample"),
+    *("write", "room", "load", "stage", "compare", "sample"),
     *("pause", "apply", "reset", "resume", "keep", "canary"),
-    *("worker_stage", "worker_checksums", "worker_apply"),
+    *("worker_stage", "worker_checksums"),
 )
 
 
@@ -176,14 +176,13 @@ class ServerUpdate(ABC):
             pass
         return None
 
-    async def _until_ill(self) -> UnreachableError:
-        """Returns when the server is gone or its engine dead. Asks each time after as long as it
-        has waited already; no answer says nothing."""
+    async def _until_ill(self) -> UnreachableError | DeadlineError:
+        """Returns when the server is gone, its engine dead, or nobody there to say so. Asks each
+        time after as long as it has waited already."""
         pause_s = min(HEALTHY_S, self.patience_s)
         while True:
             await asyncio.sleep(pause_s)
-            illness = await self._illness(self.patience_s)
-            if isinstance(illness, UnreachableError):
+            if (illness := await self._illness(self.patience_s)) is not None:
                 return illness
             pause_s *= 2
 

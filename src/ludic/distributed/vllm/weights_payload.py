@@ -139,10 +139,7 @@ class WeightsDelivery(Delivery[WeightsServer]):
             budget, over, worst = self.job.canary.budget(model), [], (0.0, 0.0)
             tokens = self.job.canary.prompt(model)
             asked = [self._scores_of(server, tokens) for server in self.servers]
-            answers, _ = await asyncio.gather(
-                asyncio.gather(*asked, return_exceptions=True),
-                asyncio.gather(*(server.look_back() for server in self.servers)),
-            )
+            answers = await asyncio.gather(*asked, return_exceptions=True)
         for server, theirs in zip(self.servers, answers, strict=True):
             if isinstance(theirs, UnreachableError):
                 server.lose(f"it did not score the canary: {theirs}")
@@ -222,7 +219,7 @@ class WeightsDelivery(Delivery[WeightsServer]):
 
     async def _bring(self) -> None:
         """The servers stage the difference, or else all weights, and say what they have."""
-        await together([self._begin(), asyncio.shield(self._shipment)])
+        await together([self._join(), asyncio.shield(self._shipment)])
         shipment = self._shipment.result()
         if self._difference is not None:
             without = [server.replica.url for server in self.servers if not server.has_base]
@@ -237,7 +234,7 @@ class WeightsDelivery(Delivery[WeightsServer]):
                 why = str(exc)
                 self._plane.abandon()
                 self.drop_lost()
-                await self._begin()
+                await self._join()
             _log.warning("version %d goes out whole, since %s", self.job.version, why)
             self._difference = None
             # The servers' copies may be called by the old name, and be wrong.
@@ -247,8 +244,8 @@ class WeightsDelivery(Delivery[WeightsServer]):
             shipment = await asyncio.shield(self._shipment)
         await self._receive(shipment)
 
-    async def _begin(self) -> None:
-        """The servers join where the plane needs it, and open an update."""
+    async def _join(self) -> None:
+        """The servers join where the plane needs it."""
         workers = sum(server.workers for server in self.servers)
         invitation = self._plane.invitation(workers, self.job.timeout_s)
         if invitation is not None:
@@ -258,7 +255,6 @@ class WeightsDelivery(Delivery[WeightsServer]):
             inviting = [server.invite(invitation, rank) for server, rank in servers]
             with self.job.times.timed("join"):
                 await together([asyncio.to_thread(self._plane.join), *inviting])
-        await self.each(lambda server: server.start())
 
     async def _receive(self, shipment: Shipment) -> None:
         receiving = [server.receive(shipment.update) for server in self.servers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -11,15 +11,17 @@ from typing import Any
 from ludic.distributed.vllm.delivery import ServerUpdate, together
 from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, PublishError
 from ludic.inference.http import UnreachableError
-from ludic.inference.vllm.flags import FETCH, RECEIPT
+from ludic.inference.vllm.flags import FETCH, RECEIPT, STAGE
 from ludic.inference.vllm.switching import SWITCH
 
 
 class WeightsServer(ServerUpdate):
     """Opens an update, takes the tensors in, and applies them, or goes on with the old ones."""
 
-    workers = 1
     opened = False
+    """It may hold what a publish that fails has to have it drop."""
+    receipts: Sequence[Mapping[str, Any]] = ()
+    """What its workers say that they hold."""
     done = False
     """It has applied the update and serves again."""
     worker_seconds: Mapping[str, float] = {}
@@ -36,6 +38,10 @@ class WeightsServer(ServerUpdate):
     def switches(self) -> bool:
         return self.replica.facts is not None and self.replica.facts.switches
 
+    @property
+    def workers(self) -> int:
+        return 1 if self.replica.facts is None else self.replica.facts.workers
+
     async def examine(self) -> None:
         facts = self.replica.facts
         if facts is not None and not facts.updates:
@@ -44,9 +50,8 @@ class WeightsServer(ServerUpdate):
                 "updates: start it with `python -m ludic.inference.vllm_server`, which "
                 "sets VLLM_SERVER_DEV_MODE=1; vLLM before 0.26 does not have them"
             )
-        world = await self.ask("/get_world_size", seconds=self.patience_s, method="GET")
-        self.workers = int(world["world_size"])
-        if self.base is not None:
+        # One that is out may hang, and the others would wait for it.
+        if self.base is not None or self.was_out is not None:
             receipts = await self.call_workers(RECEIPT, self.patience_s)
             held = [r.get("holds") if isinstance(r, Mapping) else None for r in receipts]
             self.has_base = bool(held) and set(held) == {self.base}
@@ -62,34 +67,28 @@ class WeightsServer(ServerUpdate):
                 self.lose(f"it went away when it was to join a broadcast: {exc}", away=True)
             raise
 
-    async def start(self) -> None:
-        """Opens the update; one that a dead trainer left open is closed first."""
-        await self.step("start", "open an update", self._open)
-        self.opened = not self.lost
-
     async def receive(self, update: Mapping[str, Any]) -> None:
-        """Has the server stage the tensors. Returns when it has them all."""
-        body = {"update_info": dict(update)}
+        """Has the server stage the tensors. Returns when it has them all, and has said so: over
+        running requests every exchange waits for a step of theirs, so it is one."""
 
         async def work() -> None:
             if source := update.get("source"):
                 await self._until_fetched(source)
-            await self.ask("/update_weights", body)
+            tell = self._tell_workers("take the tensors", "tensors", STAGE, dict(update))
+            self.receipts = await tell
 
+        self.opened = True
         await self.step("stage", "take the tensors", work)
 
     async def compare(self, expected: Mapping[str, list[Any]]) -> None:
         """Raises unless every worker has every tensor, bit for bit as it was sent."""
 
         async def work() -> None:
-            receipts = await self.call_workers(RECEIPT)
-            self.worker_seconds = _slowest(receipts, ("stage", "checksums"))
-            self.by_priority = all(
-                isinstance(r, Mapping) and r.get("scheduling") == "priority" for r in receipts
-            )
-            _check(self.replica.url, receipts, expected)
+            self.worker_seconds = _slowest(self.receipts)
+            self.by_priority = all(r.get("scheduling") == "priority" for r in self.receipts)
+            _check(self.replica.url, self.receipts, expected)
 
-        await self.step("compare", "say what arrived", work)
+        await self.step("compare", "say what arrived", work, asks=False)
 
     async def pause(self) -> None:
         """Freezes the server's requests; none is lost. What it has computed with the old weights is
@@ -120,12 +119,6 @@ class WeightsServer(ServerUpdate):
         self.replica.mark_up()
         self.done = True
 
-    async def look_back(self) -> None:
-        """Asks how long it took to apply, for the log; without an answer nothing is known."""
-        with suppress(InferenceError, DeadlineError):
-            receipts = await self.call_workers(RECEIPT)
-            self.worker_seconds = {**self.worker_seconds, **_slowest(receipts, ("apply",))}
-
     async def undo(self) -> None:
         """Drops what was staged; the server goes on with the old weights, and is resumed even
         where somebody else paused it. One that was out of rotation stays there."""
@@ -133,7 +126,8 @@ class WeightsServer(ServerUpdate):
             return
         try:
             if self.opened:
-                await self._discard()
+                with suppress(InferenceError):  # then the next update drops it
+                    await self.call_workers(STAGE, self.patience_s, None)
             if self.was_out is not None:
                 self.lose(self.was_out)
                 return
@@ -148,15 +142,22 @@ class WeightsServer(ServerUpdate):
         The publish's deadline ends it."""
         pause_s = 0.02
         while True:
-            answers = await self.call_workers(FETCH, None, source)
-            for answer in answers:
-                if not isinstance(answer, Mapping) or "fetched" not in answer:
-                    why = answer.get("error") if isinstance(answer, Mapping) else answer
-                    raise PublishError(f"{self.replica.url} did not fetch the weights: {why}")
+            answers = await self._tell_workers("fetch the weights", "fetched", FETCH, source)
             if all(answer["fetched"] for answer in answers):
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.5)
+
+    async def _tell_workers(
+        self, what: str, key: str, method: str, *args: Any
+    ) -> list[Mapping[str, Any]]:
+        """Their answers. Raises where one does not say `key`, but what went wrong."""
+        answers = await self.call_workers(method, None, *args)
+        for rank, answer in enumerate(answers):
+            if not isinstance(answer, Mapping) or key not in answer:
+                why = answer.get("error") if isinstance(answer, Mapping) else answer
+                raise PublishError(f"{self.replica.url}, worker {rank}, did not {what}: {why}")
+        return answers
 
     async def explained(self, what: str, refusal: InferenceError) -> LudicError:
         if await self._has_our_engine():
@@ -166,30 +167,11 @@ class WeightsServer(ServerUpdate):
             f"cannot be updated: start it with `ludic serve`. It said: {refusal}"
         )
 
-    async def _open(self) -> None:
-        # One that is out may hang, and the others wait for it.
-        limit = self.timeout_s if self.was_out is None else self.patience_s
-        try:
-            await self.ask("/start_weight_update", seconds=limit)
-        except InferenceError as exc:
-            if isinstance(exc, UnreachableError) and exc.status is None:
-                raise
-            with suppress(DeadlineError):
-                await self._discard()
-            await self.ask("/start_weight_update")
-
     async def send_away(self) -> None:
         """Ends the server's requests, so that whoever waits for them asks elsewhere, and keeps it
         from sampling."""
         with suppress(InferenceError, DeadlineError):
             await self.ask("/pause?mode=abort", seconds=self.patience_s)
-
-    async def _discard(self) -> None:
-        body = {"update_info": {"plane": "discard"}}
-        with suppress(InferenceError):
-            # Refused when a failed part has closed the update already.
-            await self.ask("/update_weights", body, self.patience_s)
-            await self.ask("/finish_weight_update", None, self.patience_s)
 
     async def _has_our_engine(self) -> bool:
         """Whether its workers can say what arrived."""
@@ -213,14 +195,13 @@ class WeightsServer(ServerUpdate):
             await self.ask(path, body)
 
 
-def _check(url: str, receipts: list[Any], expected: Mapping[str, list[Any]]) -> None:
+def _check(
+    url: str, receipts: Sequence[Mapping[str, Any]], expected: Mapping[str, list[Any]]
+) -> None:
     """Raises unless there are receipts, and all say what is expected."""
     if not receipts:
         raise PublishError(f"{url} did not answer with a receipt")
     for rank, answer in enumerate(receipts):
-        if not isinstance(answer, Mapping) or "tensors" not in answer:
-            why = answer.get("error") if isinstance(answer, Mapping) else answer
-            raise PublishError(f"{url}, worker {rank}, has no receipt: {why}")
         arrived = answer["tensors"]
         lacking = sorted(expected.keys() - arrived.keys())
         wrong = [n for n, e in expected.items() if n in arrived and arrived[n] != e]
@@ -231,7 +212,8 @@ def _check(url: str, receipts: list[Any], expected: Mapping[str, list[Any]]) -> 
             )
 
 
-def _slowest(receipts: list[Any], parts: tuple[str, ...]) -> dict[str, float]:
+def _slowest(receipts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The longest that a worker says each part took it; nothing of those who do not say."""
-    took = [r.get("seconds", {}) for r in receipts if isinstance(r, Mapping)]
+    took = [r.get("seconds", {}) for r in receipts]
+    parts = ("stage", "checksums")  # how long it took to apply is the last update's
     return {p: max(s[p] for s in took if p in s) for p in parts if any(p in s for s in took)}

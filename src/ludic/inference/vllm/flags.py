@@ -35,6 +35,7 @@ PASS_ON = "LUDIC_PASS_ON"
 
 # Methods of the worker extension, for `/collective_rpc`.
 FETCH = "ludic_fetch"
+STAGE = "ludic_stage"
 RECEIPT = "ludic_receipt"
 ADAPTER_LIMITS = "ludic_adapter_limits"
 ADAPTER_RECEIPT = "ludic_adapter_receipt"

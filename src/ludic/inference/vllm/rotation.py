@@ -45,6 +45,7 @@ class ServerFacts:
     """It takes LoRA adapters while it serves (`/v1/load_lora_adapter`)."""
     switches: bool = False
     """It goes over to staged weights by itself (`ludic.inference.vllm.switching`)."""
+    workers: int = 1
 
 
 @dataclass(eq=False)
@@ -115,6 +116,10 @@ async def server_facts(url: str, ask: Callable[..., Awaitable[Any]]) -> ServerFa
             return False
         return True
 
+    async def workers() -> int:
+        path = "/get_world_size"
+        return int((await ask("GET", path))["world_size"]) if path in paths else 1
+
     try:
         served = await ask("GET", "/v1/models")
         version = (await ask("GET", "/version")).get("version", "unknown")
@@ -135,10 +140,11 @@ async def server_facts(url: str, ask: Callable[..., Awaitable[Any]]) -> ServerFa
         max_model_len=min(lengths, default=None),
         # Older servers have the route too, but say nothing of versions and are slower there.
         generates=names_versions and "/inference/v1/generate" in paths and await generates(),
-        updates="/start_weight_update" in paths,
+        updates="/finish_weight_update" in paths,
         names_versions=names_versions,
         loads_adapters="/v1/load_lora_adapter" in paths,
         switches=await switches(),
+        workers=await workers(),
     )
 
 
