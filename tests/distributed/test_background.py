@@ -142,8 +142,8 @@ async def test_the_canary_is_scored_behind_the_trainer_and_before_the_weights_ch
             entered.set()
 
     stepping = asyncio.create_task(step())
-    await asyncio.sleep(0.05)
-    assert (entered.is_set(), gate.begun) == (False, [])
+    await begun(gate, 1)  # the copy is on its way meanwhile
+    assert not entered.is_set()
     scored.set()
     await asyncio.wait_for(stepping, 60)
     gate.open.release()
@@ -157,9 +157,9 @@ async def test_scores_that_are_taken_for_later_leave_the_model_in_its_mode() -> 
     embedding = model.get_input_embeddings()
     embedding.register_forward_hook(lambda *_: modes.append(model.training))
     canary = Canary(True, PROMPT, None)
-    canary.take(model, 1)
+    await canary.take(model, 1)
     assert (modes, model.training) == ([True], True)
-    assert canary.at(1).own_scores(model) == prompt_logprobs(model.eval(), PROMPT)
+    assert await canary.at(1).own_scores(model) == (PROMPT, prompt_logprobs(model.eval(), PROMPT))
 
 
 async def test_a_publish_that_is_cancelled_leaves_no_copy_behind_that_goes_on_unseen() -> None:
@@ -368,7 +368,8 @@ async def test_the_canary_is_scored_by_the_model_as_it_was_when_it_was_copied() 
         await publisher.settle()
         report = await publisher.publish({"a": torch.ones(1)}, 2)
         assert report.details["canary_max"] == pytest.approx(0.0, abs=1e-6)
-        assert direct._canary.own_scores(model) != direct._canary.at(1).own_scores(model)
+        now = await direct._canary.own_scores(model)
+        assert now != await direct._canary.at(1).own_scores(model)
         await publisher.settle()
         assert fake.applied == 2
 

@@ -61,11 +61,12 @@ class SnapshotBuffer:
 class BackgroundPublisher(PolicyPublisher):
     """Publishes through `inner` from a snapshot, while the trainer goes on.
 
-    `publish` returns when the weights are copied, or, `held`, before that. One publish is under way
-    at a time; one that has not begun is replaced by a newer one, so that two buffers are enough and
-    a slow receiver holds up nobody. `settle` waits until the newest is published. A failure is
-    raised by the next `publish`, `settle` or `check`, and by all after it. Everything but the
-    copying happens in the caller's event loop: leave it only after `settle` or `abandon`.
+    `publish` returns when the weights are copied and the model is read, or, `held`, before that;
+    the copy is on its way meanwhile. One publish is under way at a time; one that has not begun is
+    replaced by a newer one, so that two buffers are enough and a slow receiver holds up nobody.
+    `settle` waits until the newest is published. A failure is raised by the next `publish`,
+    `settle` or `check`, and by all after it. Everything but the copying happens in the caller's
+    event loop: leave it only after `settle` or `abandon`.
 
     Args:
         inner: what publishes; its `snapshots` say where the copies are kept.
@@ -96,8 +97,10 @@ class BackgroundPublisher(PolicyPublisher):
         on_device = inner.snapshots == "device"
         self._buffers = [SnapshotBuffer(on_device=on_device) for _ in range(2)]
         self._sending: tuple[SnapshotBuffer, int] | None = None
-        self._next: tuple[SnapshotBuffer, asyncio.Task[Snapshot], int] | None = None
-        self._copying: asyncio.Task[Snapshot] | None = None
+        self._next: (
+            tuple[SnapshotBuffer, asyncio.Task[Snapshot], asyncio.Task[None], int] | None
+        ) = None
+        self._copying: asyncio.Task[Any] | None = None
         self._task: asyncio.Task[None] | None = None
         self._failure: PublishError | None = None
         self.last: PublishReport | None = None
@@ -119,17 +122,24 @@ class BackgroundPublisher(PolicyPublisher):
         buffer = next(free for free in self._buffers if free is not sending)
         # First of all: on several ranks reading the weights is a collective, in which no rank may
         # be missing, whatever became of the publish before.
-        self._copying = copying = asyncio.create_task(self._copy(buffer, weights, version))
-        if not (self.held and _is_on_host(weights)):
-            await asyncio.shield(copying)  # who is cancelled does not stop the thread
+        taking = asyncio.create_task(
+            asyncio.to_thread(lambda: buffer.take(self.inner.snapshot_of(weights)))
+        )
+        reading = asyncio.create_task(self.inner.read_model(weights, version))
+        self._copying = asyncio.create_task(asyncio.wait({taking, reading}))
+        waits = not (self.held and _is_on_host(weights))
+        if waits:
+            await asyncio.shield(taking)  # who is cancelled does not stop the thread
         self.check()
         if self.beside is not None:
             await self.beside.publish(weights, version)
         await self.inner.prepare(weights, version)
-        self._next = (buffer, copying, version)
+        self._next = (buffer, taking, reading, version)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._send(), name="ludic-publish")
-        size = _size(copying.result()) if copying.done() and not copying.exception() else 0
+        if waits:
+            await asyncio.shield(reading)  # the copy is on its way already
+        size = _size(taking.result()) if taking.done() and not taking.exception() else 0
         last, seconds = self.last, time.perf_counter() - began
         details: dict[str, Any] = {}
         if last is not None:
@@ -175,30 +185,20 @@ class BackgroundPublisher(PolicyPublisher):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes nothing over: a resumed trainer publishes its own weights before it goes on."""
 
-    async def _copy(self, buffer: SnapshotBuffer, weights: Weights, version: int) -> Snapshot:
-        """Copies the weights, and has read what only the model can tell, side by side."""
-        take = asyncio.to_thread(lambda: buffer.take(self.inner.snapshot_of(weights)))
-        both = take, self.inner.read_model(weights, version)
-        snapshot, error = await asyncio.gather(*both, return_exceptions=True)
-        for failure in (snapshot, error):
-            if isinstance(failure, BaseException):
-                raise failure
-        assert isinstance(snapshot, Snapshot)
-        return snapshot
-
     async def _send(self) -> None:
         """Publishes what is next until nothing is; the one task that does."""
         while self._next is not None:
-            (buffer, copying, version), self._next = self._next, None
+            (buffer, taking, reading, version), self._next = self._next, None
             self._sending = (buffer, version)
             try:
-                snapshot = await asyncio.shield(copying)
+                snapshot = await asyncio.shield(taking)
                 self.last = await bounded(
                     self.inner.publish(snapshot, version),
                     f"the publish of version {version} in the background",
                     type(self.inner).__name__,
                     limit_of(self.inner, self.timeout_s),
                 )
+                await asyncio.shield(reading)
                 self.published = version
             except asyncio.CancelledError:
                 self._failure = PublishError(

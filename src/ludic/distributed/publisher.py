@@ -134,7 +134,7 @@ class ServerPublisher(PolicyPublisher):
     async def read_model(self, weights: Weights, version: int) -> None:
         """Has the trainer's module score the canary while it still is `version`."""
         if (model := self._canary.model_of(weights)) is not None:
-            await asyncio.to_thread(self._canary.take, model, version)
+            await self._canary.take(model, version)
 
     async def restore(self, replica: Replica) -> bool:
         """Brings a server that was away up to date; False: that takes a publish."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from torch import nn
 from ludic.distributed.interfaces import WeightsOfModel
 from ludic.inference.local.copies import shared_copy
 from ludic.plumbing.model_parts import base_causal_lm, vocabulary_size
+
+Scores = tuple[tuple[int, ...], list[float]]
+"""A prompt, and the log-prob of each of its tokens after the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,8 @@ class Canary:
         self.enabled = enabled
         self._prompt = None if prompt is None else tuple(prompt)
         self._budget = budget
-        self._taken: dict[int, list[float]] = {}
-        self._own: list[float] | None = None
+        self._taken: dict[int, asyncio.Task[Scores]] = {}
+        self._own: asyncio.Task[Scores] | None = None
         self._beside: tuple[nn.Module, nn.Module] | None = None
         """A model, and other module objects around its parameters."""
 
@@ -63,19 +67,23 @@ class Canary:
         model = weights.model if isinstance(weights, WeightsOfModel) else None
         return None if not self.enabled or model is None or is_sharded(model) else model
 
-    def take(self, model: nn.Module, version: int) -> None:
-        """Scores the prompt now, for a publish of `version` when the model has moved on. Call this
-        in a thread. Other module objects around the same parameters do it, so that the model keeps
-        its mode, and the trainer may compute with it meanwhile. They are made the first time, when
-        nobody computes: later, its adapter may be switched off for a moment."""
-        if self._beside is None or self._beside[0] is not model:
-            self._beside = model, shared_copy(base_causal_lm(model), lambda config: None).eval()
-        beside = self._beside[1]
+    async def take(self, model: nn.Module, version: int) -> None:
+        """Scores the prompt now, for a publish of `version` that may have begun already, and ends
+        when the model has moved on. Other module objects around the same parameters do it, so that
+        the model keeps its mode, and the trainer may compute with it meanwhile. They are made the
+        first time, when nobody computes: later, its adapter may be switched off for a moment."""
+
+        def score() -> Scores:
+            if self._beside is None or self._beside[0] is not model:
+                self._beside = model, shared_copy(base_causal_lm(model), lambda config: None).eval()
+            return self._score(self._beside[1])
+
         self._taken = {v: s for v, s in self._taken.items() if v >= version - 1}
-        self._taken[version] = self.own_scores(beside)
+        self._taken[version] = scoring = asyncio.create_task(asyncio.to_thread(score))
+        await asyncio.shield(scoring)
 
     def at(self, version: int) -> Canary:
-        """The canary of one publish: with the scores that were taken for it, if any were."""
+        """The canary of one publish: with the scores that are taken for it, if any are."""
         if version not in self._taken:
             return self
         fixed = copy(self)
@@ -84,7 +92,7 @@ class Canary:
 
     @property
     def is_scored(self) -> bool:
-        """Whether it is that of one publish, with the scores that were taken for it."""
+        """Whether it is that of one publish, with the scores that are taken for it."""
         return self._own is not None
 
     def prompt(self, model: nn.Module) -> tuple[int, ...]:
@@ -93,11 +101,15 @@ class Canary:
             self._prompt = canary_tokens(model)
         return self._prompt
 
-    def own_scores(self, model: nn.Module) -> list[float]:
-        """The trainer's scores of the prompt. Call this in a thread, too."""
+    async def own_scores(self, model: nn.Module) -> Scores:
+        """The prompt, and the trainer's scores of it."""
         if self._own is not None:
-            return self._own
-        return prompt_logprobs(model, self.prompt(model))
+            return await asyncio.shield(self._own)
+        return await asyncio.to_thread(self._score, model)
+
+    def _score(self, model: nn.Module) -> Scores:
+        prompt = self.prompt(model)
+        return prompt, prompt_logprobs(model, prompt)
 
     def budget(self, model: nn.Module) -> MismatchBudget:
         return self._budget or MismatchBudget.for_dtype(next(model.parameters()).dtype)

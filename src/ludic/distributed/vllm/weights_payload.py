@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ludic.distributed.interfaces import Snapshot, Weights, named_tensors
-from ludic.distributed.vllm.canary import differences
+from ludic.distributed.vllm.canary import Scores, differences
 from ludic.distributed.vllm.checksums import receipt, refuse_not_finite
 from ludic.distributed.vllm.confirmed import Confirmed
 from ludic.distributed.vllm.delivery import Delivery, Job, Payload, together
@@ -82,7 +82,7 @@ class WeightsDelivery(Delivery[WeightsServer]):
         for server in self.servers:
             server.base = None if confirmed is None else confirmed.name
         self._closed = False
-        self._scores: list[float] | None = None
+        self._scores: Scores | None = None
         self._expected = asyncio.create_task(asyncio.to_thread(self._expect))
         self._checks = asyncio.create_task(self._check_own())
         self._shipment = asyncio.create_task(asyncio.to_thread(self._prepare))
@@ -132,12 +132,12 @@ class WeightsDelivery(Delivery[WeightsServer]):
     async def check(self) -> None:
         """Compares the servers' scores of the canary with the trainer's; one over the budget is out
         of rotation."""
-        model, ours = self.job.model, self._scores
-        if model is None or ours is None:
+        model = self.job.model
+        if model is None or self._scores is None:
             return
+        tokens, ours = self._scores
         with self.job.times.timed("canary"):
             budget, over, worst = self.job.canary.budget(model), [], (0.0, 0.0)
-            tokens = self.job.canary.prompt(model)
             asked = [self._scores_of(server, tokens) for server in self.servers]
             answers = await asyncio.gather(*asked, return_exceptions=True)
         for server, theirs in zip(self.servers, answers, strict=True):
@@ -199,8 +199,7 @@ class WeightsDelivery(Delivery[WeightsServer]):
         await self._expected
         if self.job.model is not None and not self._closed:
             with self.job.times.timed("own_canary"):
-                own_scores = self.job.canary.own_scores
-                self._scores = await asyncio.to_thread(own_scores, self.job.model)
+                self._scores = await self.job.canary.own_scores(self.job.model)
 
     def _prepare(self) -> Shipment:
         if self._confirmed is not None:
