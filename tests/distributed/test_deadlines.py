@@ -121,9 +121,9 @@ async def test_one_that_loses_its_servers_begins_again_only_while_its_time_lasts
 def test_whoever_waits_gives_a_publisher_more_than_its_own_deadlines() -> None:
     client = VLLMChatClient("http://127.0.0.1:1")
     inner = AdapterPolicyPublisher(client, timeout_s=100.0, patience_s=2.0)
-    assert inner.longest_s == longest_publish_s(100.0, patience_s=2.0) == 112.0
+    assert inner.longest_s == longest_publish_s(100.0, patience_s=2.0) == 110.0
     inner.before, inner.servers_s = lambda: asyncio.sleep(0), 50.0
-    assert limit_of(inner, 1.0) == 162.0 + SLACK_S
+    assert limit_of(inner, 1.0) == 160.0 + SLACK_S
     # What has no deadline of its own is given one: a copy in the background, an engine.
     assert limit_of(BackgroundPublisher(inner), 600.0) == 600.0
     assert limit_of(RecordingPublisher(), 600.0) == 600.0

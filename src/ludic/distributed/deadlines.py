@@ -6,9 +6,9 @@ from __future__ import annotations
 from ludic.distributed.interfaces import PolicyPublisher
 
 PATIENCE_S = 10.0
-CLEAN_UP_STEPS = 6
+CLEAN_UP_STEPS = 5
 """What a publish that failed asks of a server at most, one after the other, each for `patience_s`:
-discard (two requests), resume, send its requests away, say whether it is healthy, and wait for the
+drop what it staged, resume, send its requests away, say whether it is healthy, and wait for the
 threads that still read."""
 SLACK_S = 10.0
 """What a deadline has more than the sum of those inside it."""
