@@ -182,7 +182,10 @@ class ServerUpdate(ABC):
         pause_s = min(HEALTHY_S, self.patience_s)
         while True:
             await asyncio.sleep(pause_s)
-            if (illness := await self._illness(self.patience_s)) is not None:
+            illness = await self._illness(self.patience_s)
+            if isinstance(illness, DeadlineError):  # it may be this process that was busy
+                illness = await self._illness(self.patience_s)
+            if illness is not None:
                 return illness
             pause_s *= 2
 
