@@ -17,9 +17,10 @@ from ludic.distributed.vllm.planes import SharedMemoryPlane
 from ludic.errors import PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.flags import STAGE
 from ludic.inference.vllm.switching import SWITCH
 from ludic.sharding.weights import ModelWeights
-from tests.distributed.test_servers_away import scoring
+from tests.distributed.test_servers_away import WEIGHTS, scoring
 from tests.inference.vllm.fake_server import ROUTES, FakeVLLM, hanging, vanishing
 
 pytestmark = pytest.mark.usefixtures("clock")
@@ -149,3 +150,15 @@ async def test_an_error_of_a_server_that_lives_on_fails_the_publish_and_names_it
         await publish(client, starts)
     assert not isinstance(caught.value, ServersAwayError)
     assert starts.count == 1
+
+
+async def test_a_known_server_that_has_gone_is_not_invited_and_the_other_is_updated() -> None:
+    routes = (*ROUTES, JOIN)
+    async with FakeVLLM(routes).serving() as alive, FakeVLLM(routes).serving() as gone:
+        async with VLLMChatClient([alive.url, gone.url]) as client:
+            publisher = BroadcastPolicyPublisher(client, plane=InvitingPlane())
+            await publisher.publish(WEIGHTS, 1)
+            gone.faults |= dict.fromkeys((*routes, STAGE), vanishing)
+            report = await publisher.publish(WEIGHTS, 2)
+        assert "did not answer when a publish began" in report.details["lost"][gone.url]
+        assert (alive.version, gone.version) == ("2", "1")

@@ -103,6 +103,11 @@ class DataPlane(ABC):
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
         """Gets the tensors ready to be fetched or sent. Called in a thread."""
 
+    @property
+    def joins(self) -> bool:
+        """Whether servers have to join."""
+        return type(self).invitation is not DataPlane.invitation
+
     def invitation(self, workers: int, timeout_s: float) -> Mapping[str, Any] | None:
         """What servers with `workers` workers together need to join; None: nothing (any more)."""
         return None

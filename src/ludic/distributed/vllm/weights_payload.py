@@ -81,6 +81,7 @@ class WeightsDelivery(Delivery[WeightsServer]):
         self._difference: Mapping[str, Tensor] | None = None
         for server in self.servers:
             server.base = None if confirmed is None else confirmed.name
+            server.joins = plane.joins
         self._closed = False
         self._scores: Scores | None = None
         self._expected = asyncio.create_task(asyncio.to_thread(self._expect))

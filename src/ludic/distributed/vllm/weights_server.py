@@ -18,6 +18,9 @@ from ludic.inference.vllm.switching import SWITCH
 class WeightsServer(ServerUpdate):
     """Opens an update, takes the tensors in, and applies them, or goes on with the old ones."""
 
+    workers = 1
+    joins = False
+    """It is to join the others: all of them would wait there for one that is gone."""
     opened = False
     """It may hold what a publish that fails has to have it drop."""
     receipts: Sequence[Mapping[str, Any]] = ()
@@ -38,10 +41,6 @@ class WeightsServer(ServerUpdate):
     def switches(self) -> bool:
         return self.replica.facts is not None and self.replica.facts.switches
 
-    @property
-    def workers(self) -> int:
-        return 1 if self.replica.facts is None else self.replica.facts.workers
-
     async def examine(self) -> None:
         facts = self.replica.facts
         if facts is not None and not facts.updates:
@@ -50,6 +49,9 @@ class WeightsServer(ServerUpdate):
                 "updates: start it with `python -m ludic.inference.vllm_server`, which "
                 "sets VLLM_SERVER_DEV_MODE=1; vLLM before 0.26 does not have them"
             )
+        if self.joins:
+            world = await self.ask("/get_world_size", seconds=self.patience_s, method="GET")
+            self.workers = int(world["world_size"])
         # One that is out may hang, and the others would wait for it.
         if self.base is not None or self.was_out is not None:
             receipts = await self.call_workers(RECEIPT, self.patience_s)

@@ -45,7 +45,6 @@ class ServerFacts:
     """It takes LoRA adapters while it serves (`/v1/load_lora_adapter`)."""
     switches: bool = False
     """It goes over to staged weights by itself (`ludic.inference.vllm.switching`)."""
-    workers: int = 1
 
 
 @dataclass(eq=False)
@@ -116,10 +115,6 @@ async def server_facts(url: str, ask: Callable[..., Awaitable[Any]]) -> ServerFa
             return False
         return True
 
-    async def workers() -> int:
-        path = "/get_world_size"
-        return int((await ask("GET", path))["world_size"]) if path in paths else 1
-
     try:
         served = await ask("GET", "/v1/models")
         version = (await ask("GET", "/version")).get("version", "unknown")
@@ -144,7 +139,6 @@ async def server_facts(url: str, ask: Callable[..., Awaitable[Any]]) -> ServerFa
         names_versions=names_versions,
         loads_adapters="/v1/load_lora_adapter" in paths,
         switches=await switches(),
-        workers=await workers(),
     )
 
 
