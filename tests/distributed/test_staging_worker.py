@@ -86,3 +86,12 @@ def test_a_worker_that_must_be_started_again_says_why() -> None:
     worker.weight_transfer_engine.broken = "this server must be restarted"
     assert "must be restarted" in worker.ludic_stage(UPDATE)["error"]
     assert "without the weight transfer" in WorkerExtension().ludic_stage(UPDATE)["error"]
+
+
+def test_one_whose_answers_nobody_hears_raises_instead() -> None:
+    worker: Any = Worker()
+    worker.parallel_config = SimpleNamespace(data_parallel_index=0)
+    assert "no such plane" in worker.ludic_stage({"plane": "?"})["error"]
+    worker.parallel_config.data_parallel_index = 1
+    with pytest.raises(ValueError, match="no such plane"):
+        worker.ludic_stage({"plane": "?"})

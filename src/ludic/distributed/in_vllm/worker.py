@@ -56,6 +56,9 @@ class WorkerExtension:
             return self.ludic_receipt()
         except Exception as exc:
             _log.exception("the worker did not take an update")
+            parallel = getattr(worker, "parallel_config", None)
+            if getattr(parallel, "data_parallel_index", 0):
+                raise  # vLLM passes on answers of the first engine alone, and errors of all
             return {"error": f"{type(exc).__name__}: {exc}"}
 
     def ludic_receipt(self) -> dict[str, Any]:
