@@ -19,7 +19,7 @@ from ludic.inference.http import UnreachableError
 from ludic.inference.retries import Backoff
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.flags import STAGE
+from ludic.inference.vllm.flags import RECEIPT, STAGE
 from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.asking import request, trace_of
 from tests.inference.vllm.fake_server import (
@@ -296,3 +296,18 @@ async def test_a_known_server_that_hangs_is_lost_and_the_other_updated(
     report = await publisher.publish(WEIGHTS, 2)
     assert "went away when it was to take the tensors" in report.details["lost"][fakes[1].url]
     assert (fakes[0].version, fakes[1].version) == ("2", "1")
+
+
+async def test_what_a_lost_server_had_staged_is_dropped_before_anybody_computes_with_it(
+    client: VLLMChatClient, fakes: Fakes
+) -> None:
+    async def computes(request: web.Request) -> None:
+        if (await request.json())["method"] == RECEIPT and fakes[1].staged:
+            await asyncio.sleep(60)
+
+    fakes[1].faults[RPC] = computes
+    client.replicas[1].out = "it went away when it was to take the tensors"
+    fakes[1].staged = {"a.weight": ["of", "another", "publish"]}
+    report = await BroadcastPolicyPublisher(client).publish(WEIGHTS, 1)
+    assert report.details["lost"] == {}
+    assert [fake.version for fake in fakes] == ["1", "1"]

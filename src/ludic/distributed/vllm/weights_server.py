@@ -52,8 +52,9 @@ class WeightsServer(ServerUpdate):
         if self.joins:
             world = await self.ask("/get_world_size", seconds=self.patience_s, method="GET")
             self.workers = int(world["world_size"])
-        # One that is out may hang, and the others would wait for it.
-        if self.base is not None or self.was_out is not None:
+        if self.was_out is not None:  # it may hang, and the others would wait for it
+            await self.call_workers(STAGE, self.patience_s, None)
+        if self.base is not None:
             receipts = await self.call_workers(RECEIPT, self.patience_s)
             held = [r.get("holds") if isinstance(r, Mapping) else None for r in receipts]
             self.has_base = bool(held) and set(held) == {self.base}
