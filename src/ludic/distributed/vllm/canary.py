@@ -68,10 +68,11 @@ class Canary:
         return None if not self.enabled or model is None or is_sharded(model) else model
 
     async def take(self, model: nn.Module, version: int) -> None:
-        """Scores the prompt now, for a publish of `version` that may have begun already, and ends
-        when the model has moved on. Other module objects around the same parameters do it, so that
-        the model keeps its mode, and the trainer may compute with it meanwhile. They are made the
-        first time, when nobody computes: later, its adapter may be switched off for a moment."""
+        """Scores the prompt now, for a publish of `version` that may have begun already; when this
+        returns, the weights may change. Other module objects around the same parameters do it, so
+        that the model keeps its mode, and the trainer may compute with it meanwhile. They are made
+        the first time, when nobody computes: later, its adapter may be switched off for a
+        moment."""
 
         def score() -> Scores:
             if self._beside is None or self._beside[0] is not model:
