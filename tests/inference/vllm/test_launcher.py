@@ -75,6 +75,7 @@ def test_workers_hear_where_they_pass_weights_on_and_do_not_unless_told(
 def test_where_ludic_is_not_installed_an_entry_point_is_made_for_it(tmp_path: Path) -> None:
     env = environment(ServerSettings("m"), CUDA, tmp_path)
     assert env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert env["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] == "16"
     code = (
         "import importlib.metadata as m;"
         "print([e.value for e in m.entry_points(group='vllm.general_plugins')]);"
