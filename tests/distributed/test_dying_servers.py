@@ -18,7 +18,7 @@ from ludic.errors import PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.flags import STAGE
-from ludic.inference.vllm.switching import SWITCH
+from ludic.inference.vllm.switching import CANARY, SWITCH
 from ludic.sharding.weights import ModelWeights
 from tests.distributed.test_servers_away import WEIGHTS, scoring
 from tests.inference.vllm.fake_server import ROUTES, FakeVLLM, hanging, vanishing
@@ -29,7 +29,7 @@ GENERATE = "/inference/v1/generate"
 JOIN = "/init_weight_transfer_engine"
 STAGES = (
     *(JOIN, "/collective_rpc", "/pause"),
-    *("/finish_weight_update", "/reset_prefix_cache", "/resume", SWITCH, GENERATE),
+    *("/finish_weight_update", "/reset_prefix_cache", "/resume", SWITCH, CANARY, GENERATE),
 )
 PROMPT = (1, 2, 3)
 
@@ -93,8 +93,8 @@ async def fake(request: pytest.FixtureRequest) -> AsyncIterator[Dying]:
             fake._control("/finish_weight_update", await asked.json())
         return {"stall_s": 0.1, "seconds": {}}
 
-    if request.param == SWITCH:
-        fake.faults[SWITCH] = switch
+    if request.param in (SWITCH, CANARY):
+        fake.faults |= {SWITCH: switch, CANARY: lambda _: {"scores": None}}
     async with fake.serving():
         yield fake
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.errors import DeadlineError
+from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.flags import STAGE
-from ludic.inference.vllm.switching import SWITCH, SwitchRoute
+from ludic.inference.vllm.switching import CANARY, SWITCH, SwitchRoute
+from ludic.sharding.weights import ModelWeights
 from tests.distributed.test_publish_stages import WEIGHTS
 from tests.inference.vllm.fake_server import FakeVLLM, failing, receipts
 from tests.virtual_time import virtual_time
@@ -41,8 +46,24 @@ class Engine:
     async def resume_generation(self) -> None:
         self.steps.append("resume")
 
+    async def add_request(self, name: str, prompt: Any, params: Any, *, priority: int) -> Any:
+        if self.fails == "canary":
+            raise ValueError("the prompt is too long")
+        self.steps.append(("canary", prompt["prompt_token_ids"], params, priority))
+        rows = [None, {5: SimpleNamespace(logprob=-0.5)}, {6: SimpleNamespace(logprob=-1.5)}]
+        outputs = asyncio.Queue[Any]()
+        outputs.put_nowait(SimpleNamespace(finished=False, prompt_logprobs=None))
+        outputs.put_nowait(SimpleNamespace(finished=True, prompt_logprobs=rows))
+        return outputs
 
-async def asked(engine: Engine, method: str, body: bytes = b"", path: str = SWITCH) -> Any:
+
+async def asked(
+    engine: Engine,
+    method: str,
+    body: bytes = b"",
+    path: str = SWITCH,
+    route: SwitchRoute | None = None,
+) -> Any:
     """Status and body of the answer; the path where it was passed on."""
     sent: list[Any] = []
 
@@ -62,7 +83,7 @@ async def asked(engine: Engine, method: str, body: bytes = b"", path: str = SWIT
         sent.append(message)
 
     scope = {"type": "http", "path": path, "method": method, "app": App}
-    await SwitchRoute(passed)(scope, receive, send)
+    await (route or SwitchRoute(passed))(scope, receive, send)
     if len(sent) == 1:
         return sent[0]
     return sent[0]["status"], json.loads(sent[1]["body"])
@@ -75,6 +96,37 @@ async def test_one_exchange_pauses_applies_and_resumes() -> None:
     assert status == 200
     assert set(answer["seconds"]) == {"pause", "apply", "resume"}
     assert answer["stall_s"] >= sum(answer["seconds"].values())
+
+
+@pytest.fixture
+def sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's sampling parameters, as the server's environment has them."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+
+
+async def never(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError(scope["path"])
+
+
+@pytest.mark.usefixtures("sampling")
+async def test_a_canary_waits_in_the_engine_when_sampling_goes_on_and_is_scored() -> None:
+    engine, route = Engine(), SwitchRoute(never)
+    assert await asked(engine, "GET", path=CANARY, route=route) == (200, {"scores": None})
+    status, _ = await asked(engine, "POST", b'{"canary": [4, 5, 6]}', route=route)
+    params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+    assert (status, engine.steps[-2:]) == (200, [("canary", [4, 5, 6], params, -1), "resume"])
+    answer = await asked(engine, "GET", path=CANARY, route=route)
+    assert answer == (200, {"scores": [-0.5, -1.5]})
+    await asked(engine, "POST", route=route)
+    assert await asked(engine, "GET", path=CANARY, route=route) == (200, {"scores": None})
+
+
+@pytest.mark.usefixtures("sampling")
+async def test_a_server_that_refuses_the_canary_serves_on_and_says_that_it_has_no_scores() -> None:
+    engine, route = Engine(fails="canary"), SwitchRoute(never)
+    status, _ = await asked(engine, "POST", b'{"canary": [4, 5, 6]}', route=route)
+    assert (status, engine.steps[-1]) == (200, "resume")
+    assert await asked(engine, "GET", path=CANARY, route=route) == (200, {"scores": None})
 
 
 async def test_a_server_without_versions_is_told_none() -> None:
@@ -158,11 +210,37 @@ async def test_a_server_that_hangs_in_a_switch_is_given_the_time_left_and_paused
         assert fake.calls["/pause"] == 1
 
 
-async def test_the_canary_goes_before_the_requests_that_a_publish_held_up() -> None:
-    from ludic.distributed.vllm.canary import MismatchBudget
-    from ludic.inference.tiny import tiny_model
-    from ludic.sharding.weights import ModelWeights
+@pytest.mark.parametrize("scored", [True, False])
+async def test_a_server_that_scored_the_canary_as_it_switched_is_not_asked_again(
+    scored: bool,
+) -> None:
+    async with FakeVLLM().serving() as fake:
+        canaries: list[Any] = []
 
+        async def switch(request: web.Request) -> Any:
+            if request.method == "POST":
+                canaries.append((await request.json())["canary"])
+                fake._control("/finish_weight_update", {})
+            return {"stall_s": 0.0, "seconds": {}}
+
+        async def generate(_: web.Request) -> Any:
+            canaries.append("asked")
+            choice = {"token_ids": [1], "finish_reason": "length"}
+            return {"choices": [choice], "prompt_logprobs": [None, {"2": {"logprob": -1.0}}]}
+
+        fake.faults[SWITCH] = switch
+        fake.faults[CANARY] = lambda _: {"scores": [-1.0] if scored else None}
+        async with VLLMChatClient(fake.url) as client:
+            await client.connect(timeout_s=60)
+            fake.faults["/inference/v1/generate"] = generate
+            budget = MismatchBudget(100.0, 100.0)
+            publisher = BroadcastPolicyPublisher(client, canary_prompt=(1, 2), budget=budget)
+            report = await publisher.publish(ModelWeights(tiny_model()), 1)
+    assert canaries == ([[1, 2]] if scored else [[1, 2], "asked"])
+    assert "canary_mean" in report.details
+
+
+async def test_the_canary_goes_before_the_requests_that_a_publish_held_up() -> None:
     async with FakeVLLM().serving() as fake:
         priorities: list[Any] = []
 

@@ -102,7 +102,8 @@ class WeightsDelivery(Delivery[WeightsServer]):
         version = self.job.version
         # Less a margin: a server must not go over when nobody waits for it any more.
         limit_s = max((self.job.ends_at - asyncio.get_running_loop().time()) * 0.9, 0.0)
-        finishing = (s.finish(version, limit_s) for s in self.servers)
+        canary = None if self._scores is None else self._scores[0]
+        finishing = (s.finish(version, limit_s, canary) for s in self.servers)
         applying = asyncio.ensure_future(together(finishing))
         try:
             # Not cancelled with the publish: the servers are reading the tensors.
@@ -266,6 +267,8 @@ class WeightsDelivery(Delivery[WeightsServer]):
         await self.each(lambda server: server.compare(expected))
 
     async def _scores_of(self, server: WeightsServer, tokens: tuple[int, ...]) -> list[float]:
+        if (scores := await server.scores()) is not None:
+            return scores
         # First of all: the requests that were held up are computed anew, from their first token.
         first = {"extra_body_overrides": {"priority": -1}} if server.by_priority else {}
         request = TokenCompletionRequest(

@@ -12,7 +12,7 @@ from ludic.distributed.vllm.delivery import ServerUpdate, together
 from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, PublishError
 from ludic.inference.http import UnreachableError
 from ludic.inference.vllm.flags import FETCH, RECEIPT, STAGE
-from ludic.inference.vllm.switching import SWITCH
+from ludic.inference.vllm.switching import CANARY, SWITCH
 
 
 class WeightsServer(ServerUpdate):
@@ -100,14 +100,16 @@ class WeightsServer(ServerUpdate):
             pause = partial(self.ask, "/pause?mode=keep&clear_cache=true")
             await self.step("pause", "pause", pause)
 
-    async def finish(self, version: int, limit_s: float) -> None:
+    async def finish(self, version: int, limit_s: float, canary: Sequence[int] | None) -> None:
         """Has the server use the tensors, forget what it computed with the old, and go on. One that
-        switches by itself gives up after `limit_s`, and stays paused."""
+        switches by itself gives up after `limit_s`, and stays paused; it scores the canary first
+        of all when it goes on."""
         facts = self.replica.facts
         named = {"weight_version": str(version)} if facts and facts.names_versions else None
         try:
             if self.switches:
-                answer = await self.ask(SWITCH, {**(named or {}), "timeout_s": limit_s})
+                body = {**(named or {}), "timeout_s": limit_s, "canary": canary}
+                answer = await self.ask(SWITCH, body)
                 self.stall_s = float(answer["stall_s"])
                 self.times.slowest([answer["seconds"]])
             else:
@@ -121,6 +123,13 @@ class WeightsServer(ServerUpdate):
         self.replica.out = None
         self.replica.mark_up()
         self.done = True
+
+    async def scores(self) -> list[float] | None:
+        """Of the canary that came with `finish`; None where it was not scored."""
+        if not self.switches:
+            return None
+        scores = (await self.ask(CANARY, method="GET")).get("scores")
+        return None if scores is None else [float(score) for score in scores]
 
     async def undo(self) -> None:
         """Drops what was staged; the server goes on with the old weights, and is resumed even

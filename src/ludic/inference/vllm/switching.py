@@ -3,7 +3,8 @@
 vLLM has a route for each step: pause, apply, forget what was computed with the old weights, resume.
 Between them sampling waits for whoever asks, and for 20 ms that vLLM sleeps after a pause. Here the
 server takes all steps in one exchange, and a trainer that is killed half-way leaves no server
-paused.
+paused. A canary comes with it and waits in the engine when sampling goes on: so it is scored before
+the requests that were held up, which are computed anew from their first token.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
+from uuid import uuid4
 
 SWITCH = "/ludic/switch"
-"""GET: the route is there. POST: go over, to what is then called `weight_version`."""
+"""GET: the route is there. POST: go over, to what is then called `weight_version`, and score the
+tokens of `canary`, for whoever asks for `CANARY` then."""
+CANARY = "/ludic/canary"
+"""GET: the log-prob of each token after the first, as `scores`; None: it was not scored."""
 
 App = Callable[..., Awaitable[Any]]
 
@@ -26,38 +31,66 @@ class SwitchRoute:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._scoring: asyncio.Future[list[float] | None] | None = None
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: App, send: App) -> None:
-        if scope["type"] != "http" or scope["path"] != SWITCH:
+        if scope["type"] != "http" or scope["path"] not in (SWITCH, CANARY):
             await self._app(scope, receive, send)
             return
         status, answer = 200, dict[str, Any]()
-        if scope["method"] == "POST":
+        if scope["path"] == CANARY:
+            answer["scores"] = None if self._scoring is None else await self._scoring
+        elif scope["method"] == "POST":
             try:
                 asked = json.loads(await _body(receive) or b"{}")
                 async with asyncio.timeout(float(asked.get("timeout_s", 120.0))):
-                    answer = await _switch(scope["app"].state.engine_client, asked)
+                    answer = await self._switch(scope["app"].state.engine_client, asked)
             except Exception as exc:
                 status, answer = 500, {"error": {"message": f"{type(exc).__name__}: {exc}"}}
         kind = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": status, "headers": kind})
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
+    async def _switch(self, engine: Any, asked: MutableMapping[str, Any]) -> dict[str, Any]:
+        """Where a step fails, the server stays paused: nobody knows what it would sample from."""
+        seconds: dict[str, float] = {}
+        self._scoring = None
+        began = time.perf_counter()
+        with _timed("pause", seconds):
+            # As `pause_generation`, which sleeps at its end. It also clears the caches.
+            await engine.renderer.clear_mm_cache_async()
+            await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        with _timed("apply", seconds):
+            named = asked.get("weight_version")
+            await engine.finish_weight_update(*([] if named is None else [str(named)]))
+        with _timed("resume", seconds):
+            if canary := asked.get("canary"):
+                self._scoring = await _begin_scoring(engine, canary)
+            await engine.resume_generation()
+        return {"seconds": seconds, "stall_s": time.perf_counter() - began}
 
-async def _switch(engine: Any, asked: MutableMapping[str, Any]) -> dict[str, Any]:
-    """Where a step fails, the server stays paused: nobody knows what it would sample from."""
-    seconds: dict[str, float] = {}
-    began = time.perf_counter()
-    with _timed("pause", seconds):
-        # As `pause_generation`, which sleeps at its end. It also clears the caches.
-        await engine.renderer.clear_mm_cache_async()
-        await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-    with _timed("apply", seconds):
-        named = asked.get("weight_version")
-        await engine.finish_weight_update(*([] if named is None else [str(named)]))
-    with _timed("resume", seconds):
-        await engine.resume_generation()
-    return {"seconds": seconds, "stall_s": time.perf_counter() - began}
+
+async def _begin_scoring(engine: Any, tokens: list[int]) -> asyncio.Future[list[float] | None]:
+    """The engine has the canary when this returns, and computes it first when it samples again.
+    Where it does not, the trainer asks in another way, and hears why."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    collector: Any = None
+    with suppress(Exception):
+        prompt = {"prompt_token_ids": tokens}
+        collector = await engine.add_request(f"canary-{uuid4()}", prompt, params, priority=-1)
+
+    async def scores() -> list[float] | None:
+        with suppress(Exception):
+            output = await collector.get()
+            while not output.finished:
+                output = await collector.get()
+            pairs = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+            return [float(row[token].logprob) for token, row in pairs]
+        return None
+
+    return asyncio.create_task(scores())
 
 
 @contextmanager
