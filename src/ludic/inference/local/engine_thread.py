@@ -100,7 +100,6 @@ class EngineThread:
         self._crash: BaseException | None = None
         scheduler.on_admit = gate.leave
         scheduler.gather = self._gather
-        scheduler.hand_over = self.outbox.hand_over
         self._thread = threading.Thread(target=self._loop, name="ludic-local-engine", daemon=True)
         self._thread.start()
 
