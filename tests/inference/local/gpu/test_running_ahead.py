@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ludic.inference.local import LocalChatClient
+from ludic.inference.sampling import ReturnSpec
+from tests.inference.local import by_hand
 from tests.inference.local.asking import ask_all, plain_logprobs, request
 from tests.inference.local.test_families import family
 
@@ -71,3 +74,34 @@ async def test_what_ended_runs_on_with_the_others_but_not_out_of_the_context(
     assert max(stayed) > 0
     assert max(longest) == context
     check(model, answers, lengths)
+
+
+@torch.inference_mode()
+def test_one_that_ends_while_others_join_has_its_slot_until_it_leaves() -> None:
+    # A prompt that is scored draws its first token at once. The one after it waits for a slot.
+    scheduler, answers = by_hand.pipelined(family("Llama"), max_slots=8), []
+    scheduler.waiting.extend(by_hand.sequence([i, 3, 4], 9, answers) for i in range(7))
+    scored = ReturnSpec(prompt_logprobs=True)
+    scheduler.waiting.append(by_hand.sequence([7, 3, 4], 1, answers, scored))
+    scheduler.waiting.append(by_hand.sequence([8, 3, 4], 9, answers))
+    while scheduler.has_work:
+        scheduler.advance()
+        assert scheduler.memory.taken <= 8
+    assert [len(answer.trace.completion_token_ids) for answer in answers] == [1, *[9] * 8]
+
+
+@torch.inference_mode()
+def test_what_a_donor_has_beyond_the_common_beginning_is_not_copied() -> None:
+    scheduler, answers = by_hand.pipelined(family("Llama"), max_slots=8), []
+    short, long = list(range(10)), list(range(100, 130))
+    scheduler.waiting.extend(by_hand.sequence(p, 20, answers) for p in (short, long))
+    scheduler.advance()
+    donor = next(s for s in scheduler.running if s.prompt_len == len(short))
+    # As if it had drawn a token whose embedding is broken, and nobody had read that yet.
+    scheduler.batch.arena.kv[:, :, donor.slot, :, len(short) :] = float("nan")
+    scheduler.waiting.extend(by_hand.sequence([*p, 200], 20, answers) for p in (short, long))
+    scheduler._join_prompts()
+    reused = [s for s in scheduler.running if s.reused]
+    assert [s.reused for s in reused] == [len(short), len(long)]
+    for s in reused:
+        assert scheduler.batch.arena.kv[:, :, s.slot].isfinite().all()

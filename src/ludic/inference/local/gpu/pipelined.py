@@ -180,7 +180,6 @@ class PipelinedScheduler(Scheduler):
             self.gather()
         elif self._can_run_ahead():
             self._launch()  # for the device to work on while the host plans
-        self._clear_out()
         while True:
             # First those that are here: others may be waiting for what they compute.
             self._compute_prompts()
@@ -305,6 +304,7 @@ class PipelinedScheduler(Scheduler):
     # Sharing and keeping, in one copy for many: a launch takes as long as copying a short prompt.
 
     def _admit(self) -> None:
+        self._clear_out()
         try:
             super()._admit()
         finally:
@@ -314,16 +314,20 @@ class PipelinedScheduler(Scheduler):
             copies, self._copies = self._copies, {}
             if copies:
                 sources, lengths = zip(*copies.values(), strict=True)
-                where = to_device([list(copies), sources], self.batch.device)
-                part = self.batch.arena.kv[:, :, :, :, : max(lengths)]
-                part[:, :, where[0]] = part[:, :, where[1]]
+                device, longest = self.batch.device, max(lengths)
+                targets, origins, ends = to_device([list(copies), sources, lengths], device)
+                part = self.batch.arena.kv[:, :, :, :, :longest]
+                # Nobody has seen what the donors computed: beyond its end it may not be finite.
+                beyond = torch.arange(longest, device=device) >= ends[:, None]
+                copied = part[:, :, origins].masked_fill_(beyond[:, None, :, None], 0)
+                part[:, :, targets] = copied
 
     def _copy_kept(self, kept: Places, sequence: Sequence, tokens: int) -> None:
         self._taken.append((sequence.slot, kept[:tokens]))
 
     def _copy_beginning(self, donor: Sequence, sequence: Sequence, tokens: int) -> None:
-        # Nobody leaves or moves before `_admit` ends. What is copied beyond `tokens` is computed
-        # before it is looked at. A donor that still waits for its own copy has nothing else yet.
+        # Nobody leaves or moves before `_admit` ends. A donor that still waits for its own copy has
+        # nothing else yet.
         source, _ = self._copies.get(donor.slot, (donor.slot, 0))
         self._copies[sequence.slot] = source, tokens
 
