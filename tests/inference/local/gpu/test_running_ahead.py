@@ -79,7 +79,8 @@ async def test_what_ended_runs_on_with_the_others_but_not_out_of_the_context(
 @torch.inference_mode()
 def test_one_that_ends_while_others_join_has_its_slot_until_it_leaves() -> None:
     # A prompt that is scored draws its first token at once. The one after it waits for a slot.
-    scheduler, answers = by_hand.pipelined(family("Llama"), max_slots=8), []
+    scheduler = by_hand.pipelined(family("Llama"), max_slots=8)
+    answers: list[Any] = []
     scheduler.waiting.extend(by_hand.sequence([i, 3, 4], 9, answers) for i in range(7))
     scored = ReturnSpec(prompt_logprobs=True)
     scheduler.waiting.append(by_hand.sequence([7, 3, 4], 1, answers, scored))
@@ -92,7 +93,8 @@ def test_one_that_ends_while_others_join_has_its_slot_until_it_leaves() -> None:
 
 @torch.inference_mode()
 def test_what_a_donor_has_beyond_the_common_beginning_is_not_copied() -> None:
-    scheduler, answers = by_hand.pipelined(family("Llama"), max_slots=8), []
+    scheduler = by_hand.pipelined(family("Llama"), max_slots=8)
+    answers: list[Any] = []
     short, long = list(range(10)), list(range(100, 130))
     scheduler.waiting.extend(by_hand.sequence(p, 20, answers) for p in (short, long))
     scheduler.advance()
