@@ -43,7 +43,8 @@ class PipelineBatchSource(BatchSource):
     a resume, everything that was not is read again. With `in_order` batches have units in the order
     in which they were asked for, else in which they arrive. `checkpoint_every` is the trainer's,
     in updates: a bound below one interval's groups is refused. `wait_s` bounds the wait for a
-    batch. Use it in `async with`, or call `close`.
+    batch. The run ends where more than `max_failure_rate` of the last episodes failed. Use it in
+    `async with`, or call `close`.
 
     A publish may be on its way: ages are counted from the trainer's own version, and with
     `stale="wait"` units say which version they need, so that the actors wait for it and the trainer
@@ -63,6 +64,7 @@ class PipelineBatchSource(BatchSource):
         max_steps: int = 100,
         sample_filter: SampleFilter | None = None,
         lost_member: LostMember = "drop_group",
+        max_failure_rate: float = 0.5,
         max_lag: int = 1,
         stale: reading.StalePolicy = "wait",
         in_order: bool = True,
@@ -85,6 +87,7 @@ class PipelineBatchSource(BatchSource):
         self.ledger = Ledger()
         self._resumed = self._is_open = self._cut_short = False
         self._committed_units = self._emptied = 0
+        self._failures = reading.FailureMonitor(max_failure_rate)
         self._bad = reading.BadGroups(max(64, 4 * self.groups_per_update))
         self._uncommitted: Mapping[str, Any] | None = None
         self._groups: dict[int, Group | reading.BadGroup] = {}
@@ -172,6 +175,7 @@ class PipelineBatchSource(BatchSource):
         lags = [reading.lag_of(group, self.lease.version) for group in groups]
         if self.writer is not None:
             await write_rollouts(self.writer, rollouts)
+        reading.count_failures(self._failures, rollouts)
         batch = batch_from_rollouts(
             rollouts,
             self.algorithm.credit_assigner,

@@ -16,8 +16,10 @@ from ludic.errors import (
 )
 from ludic.pipeline.messages import Group, Unit, read_group
 from ludic.plumbing.records import encode
+from ludic.plumbing.text import TRACEBACK
+from ludic.rollouts.engine import FailureMonitor as FailureMonitor
 from ludic.rollouts.requests import RolloutRequest
-from ludic.types import EnvSpec, ProtocolSpec, to_json
+from ludic.types import EnvSpec, ProtocolSpec, Rollout, to_json
 
 _log = logging.getLogger("ludic.pipeline")
 
@@ -147,6 +149,17 @@ def seconds_of(groups: Sequence[Group]) -> dict[str, float]:
         for name, field in times.items()
         if groups
     }
+
+
+def count_failures(monitor: FailureMonitor, rollouts: Sequence[Rollout]) -> None:
+    """Notes the episodes of a batch, those that failed last: it is the batch that is judged, not
+    the group that comes first. Raises `RolloutError` where too many failed, on whichever actor."""
+    episodes: dict[str, Rollout] = {}
+    for rollout in rollouts:
+        if rollout.error is not None or rollout.episode_id not in episodes:
+            episodes[rollout.episode_id] = rollout
+    for rollout in sorted(episodes.values(), key=lambda r: r.error is not None):
+        monitor.record(rollout.error, rollout.meta.get(TRACEBACK))
 
 
 def judge(group: Group, version: int | None, max_lag: int, stale: StalePolicy) -> str | None:
