@@ -101,6 +101,10 @@ async def test_when_nothing_can_be_sent_the_trainer_ends_the_run_and_says_why(
         with pytest.raises(RolloutError, match=causes):
             await source.next_batch()
     await source.close()
+    mended = await announced(make_source(config))
+    async with acting(config):
+        assert (await mended.next_batch()).meta["failed_episodes"] == 0
+    await mended.close()
 
 
 async def test_units_of_any_size_never_bring_more_episodes_than_concurrency(

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
-from ludic.errors import CheckpointError, DeadlineError, PipelineError
+from ludic.errors import CheckpointError, DeadlineError, PipelineError, RolloutError
 from ludic.pipeline import reading
 from ludic.pipeline.lease import TrainerLease
 from ludic.pipeline.ledger import Bounds, Ledger, UnitFeed
@@ -175,7 +175,12 @@ class PipelineBatchSource(BatchSource):
         lags = [reading.lag_of(group, self.lease.version) for group in groups]
         if self.writer is not None:
             await write_rollouts(self.writer, rollouts)
-        reading.count_failures(self._failures, rollouts)
+        try:
+            reading.count_failures(self._failures, rollouts)
+        except RolloutError:  # once the cause is mended, a resumed run must not find them again
+            meta = (await asyncio.to_thread(self.lease.store.facts))["meta"]
+            await self.lease.run_async("reset", meta.get("low", 0), self.ledger.next)
+            raise
         batch = batch_from_rollouts(
             rollouts,
             self.algorithm.credit_assigner,
@@ -185,16 +190,10 @@ class PipelineBatchSource(BatchSource):
             meta={
                 "source_step": self.step,
                 LOST_MEMBER: self.lost_member,
-                "train/pipeline_lag_max": max(lags, default=0),
-                "train/pipeline_lag_mean": sum(lags) / max(len(lags), 1),
                 "train/pipeline_attempt": self.lease.attempt,
                 "perf/pipeline_wait_s": self._waited_s,
                 "perf/pipeline_backlog": len(self._groups) - len(numbers),
-                **reading.seconds_of(groups),
-                **{
-                    f"train/pipeline_dropped_{reason}": count
-                    for reason, count in (self.ledger.dropped - before).items()
-                },
+                **reading.metrics_of(groups, lags, self.ledger.dropped - before),
             },
         )
         # Nothing is awaited from here on: a batch is settled as a whole, or not at all.

@@ -141,13 +141,20 @@ def lag_of(group: Group, version: int | None) -> int:
     return max(version - min(versions, default=version), 0)
 
 
-def seconds_of(groups: Sequence[Group]) -> dict[str, float]:
-    """What the actors' time went into, on average over the groups of a batch."""
+def metrics_of(
+    groups: Sequence[Group], lags: Sequence[int], dropped: Mapping[str, int]
+) -> dict[str, float]:
+    """A batch's ages, what the actors' time went into, on average, and what was dropped for it."""
     times = {"wait": "waited_s", "load": "loaded_s", "sample": "sampled_s"}
+    count = max(len(groups), 1)
     return {
-        f"perf/actor_{name}_s": sum(getattr(group.times, field) for group in groups) / len(groups)
-        for name, field in times.items()
-        if groups
+        "train/pipeline_lag_max": max(lags, default=0),
+        "train/pipeline_lag_mean": sum(lags) / count,
+        **{
+            f"perf/actor_{name}_s": sum(getattr(group.times, field) for group in groups) / count
+            for name, field in times.items()
+        },
+        **{f"train/pipeline_dropped_{reason}": number for reason, number in dropped.items()},
     }
 
 
