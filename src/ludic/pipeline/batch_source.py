@@ -121,7 +121,7 @@ class PipelineBatchSource(BatchSource):
                 "forgotten",
                 "this checkpoint is older than what was committed"
                 if ahead
-                else "Redis has lost some of the units that were asked for",
+                else "Redis no longer has some of the units that were asked for",
                 *(opened.attempt, books.low),
             )
             await self.lease.run_async("reset", books.low, books.next)
