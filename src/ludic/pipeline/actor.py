@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ludic.errors import (
     ConfigError,
@@ -26,8 +26,10 @@ from ludic.pipeline.messages import Group, Times, Unit, group_message, read_unit
 from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, stamped
 from ludic.pipeline.policy_follower import PolicyFollower
 from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries
+from ludic.plumbing.text import error_text
 from ludic.rollouts.engine import RolloutEngine
-from ludic.rollouts.requests import RolloutRequest
+from ludic.rollouts.episode_runner import failed_episode
+from ludic.rollouts.requests import RolloutRequest, plan_episodes
 
 _log = logging.getLogger("ludic.pipeline")
 
@@ -116,6 +118,9 @@ class Actor:
         self._lock = threading.Lock()
         self._held: dict[str, asyncio.Task[None]] = {}
         self._sending: set[str] = set()
+        self._episodes: dict[str, int] = {}
+        """How many a unit plays at once, by entry, until they are over."""
+        self._playing, self._freed = 0, asyncio.Event()
         self._news: tuple[StoredPolicy | None, str] = (None, "")
         self._policies = PolicyFollower(self._store, client, cfg.policy_address, cfg.policy_s)
         self._failure: BaseException | None = None
@@ -158,7 +163,7 @@ class Actor:
 
     async def _work(self, stop: asyncio.Event) -> str:
         """Takes units until there is a reason to stop, which it returns."""
-        pause, episodes_per_unit = _POLL_S[0], 1
+        pause, per_unit = _POLL_S[0], self.cfg.concurrency  # so that the first comes alone
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -169,13 +174,13 @@ class Actor:
             if ended:  # what is under way, nobody will train on
                 return f"the run has ended: {ended}"
             self._policies.follow(policy)
-            busy = len(self._held) - len(self._sending)
-            room = max(self.cfg.concurrency // episodes_per_unit, 1) - busy
+            room = (self.cfg.concurrency - sum(self._episodes.values())) // per_unit
             taken = await self._take(min(room, _TAKE)) if room > 0 and policy else []
             for entry, number, message in taken:
                 unit = self._read(number, message)  # raises for one that others must run
                 if isinstance(unit, Unit):
-                    episodes_per_unit = sum(r.num_episodes for r in unit.requests)
+                    asked = sum(request.num_episodes for request in unit.requests)
+                    per_unit = self._episodes[entry] = min(asked, self.cfg.concurrency)
                 self._begin(entry, unit)
             if taken or self._policies.waiting:
                 pause = _POLL_S[0]
@@ -231,15 +236,17 @@ class Actor:
             with self._lock:
                 self._held.pop(entry, None)
             self._sending.discard(entry)
+            self._episodes.pop(entry, None)
             if not task.cancelled() and (error := task.exception()) is not None:
                 self._failure = self._failure or error
 
         task.add_done_callback(done)
 
     async def _carry_out(self, entry: str, unit: Unit | Group) -> None:
-        group = unit if isinstance(unit, Group) else await self._sample(unit)
+        group = unit if isinstance(unit, Group) else await self._play(unit, self._episodes[entry])
         self._sending.add(entry)
-        message = await asyncio.to_thread(group_message, group)
+        self._episodes.pop(entry, None)
+        group, message = await asyncio.to_thread(self._message, unit, group)
         tokens = sum(rollout.num_tokens for rollout in group.rollouts)
         sent = (self.name, entry, group.number, message, tokens)
         word = (await self._store.run_async("append", *sent)).decode()
@@ -252,16 +259,26 @@ class Actor:
         self.report.tokens += tokens
         self.report.bytes += len(message)
 
-    async def _sample(self, unit: Unit) -> Group:
+    async def _play(self, unit: Unit, at_once: int) -> Group:
+        """Samples the unit when there is room: its size is seen only when it is taken. The
+        deadlines of the episodes that play bound the wait."""
+        while self._playing + at_once > self.cfg.concurrency:
+            self._freed.clear()
+            await self._freed.wait()
+        self._playing += at_once
+        try:
+            return await self._sample(unit, at_once)
+        finally:
+            self._playing -= at_once
+            self._freed.set()
+
+    async def _sample(self, unit: Unit, at_once: int) -> Group:
         while True:
             asked = time.monotonic()
             first = (await self._policies.enough_for(unit)).serial
             began, loaded_s = time.monotonic(), self._policies.loaded_s
             rollouts = await self._engine.generate_rollouts(
-                unit.requests,
-                unit.max_steps,
-                max(sum(r.num_episodes for r in unit.requests), 1),
-                prefix=unit.prefix,
+                unit.requests, unit.max_steps, at_once, prefix=unit.prefix
             )
             try:
                 marked = stamped(
@@ -272,6 +289,32 @@ class Actor:
                 continue
             times = Times(began - asked, time.monotonic() - began, loaded_s)
             return Group(unit.number, tuple(marked), self.name, times=times)
+
+    def _message(self, unit: Unit | Group, group: Group) -> tuple[Group, bytes]:
+        """The group as it is sent. What cannot be encoded has failed, like an episode that raised:
+        the next actor would get no further with it. It costs its episode; a group that is too large
+        only as a whole costs all of them."""
+        try:
+            return group, group_message(group)
+        except Exception:
+            if isinstance(unit, Group):
+                raise
+        planned = plan_episodes(unit.requests, seed=self._engine.seed, prefix=unit.prefix)
+        parts = {e.id: [r for r in group.rollouts if r.episode_id == e.id] for e in planned}
+        for episodes in (*((episode,) for episode in planned), planned):
+            rollouts = tuple(r for e in episodes for r in parts[e.id])
+            try:
+                group_message(replace(group, rollouts=rollouts))
+            except Exception as exc:
+                for e in episodes:
+                    why = (
+                        f"unit {unit.number} (environment {e.request.env.kind!r}, seed "
+                        f"{e.env_seed}): what it recorded cannot be sent: {error_text(exc)}"
+                    )
+                    parts[e.id] = failed_episode(e, unit.max_steps, why)
+                _log.warning("%d of %d episodes failed: %s", len(episodes), len(planned), why)
+        group = replace(group, rollouts=tuple(r for part in parts.values() for r in part))
+        return group, group_message(group)
 
     def _give_up(self, lost: list[str]) -> None:
         """Ends the work on units that are not ours any more; one that is being sent is refused by

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
-from ludic.errors import CheckpointError, DeadlineError, PipelineError
+from ludic.errors import CheckpointError, DeadlineError, PipelineError, RolloutError
 from ludic.pipeline import reading
 from ludic.pipeline.lease import TrainerLease
 from ludic.pipeline.ledger import Bounds, Ledger, UnitFeed
@@ -43,7 +43,8 @@ class PipelineBatchSource(BatchSource):
     a resume, everything that was not is read again. With `in_order` batches have units in the order
     in which they were asked for, else in which they arrive. `checkpoint_every` is the trainer's,
     in updates: a bound below one interval's groups is refused. `wait_s` bounds the wait for a
-    batch. Use it in `async with`, or call `close`.
+    batch. The run ends where more than `max_failure_rate` of the last episodes failed. Use it in
+    `async with`, or call `close`.
 
     A publish may be on its way: ages are counted from the trainer's own version, and with
     `stale="wait"` units say which version they need, so that the actors wait for it and the trainer
@@ -63,6 +64,7 @@ class PipelineBatchSource(BatchSource):
         max_steps: int = 100,
         sample_filter: SampleFilter | None = None,
         lost_member: LostMember = "drop_group",
+        max_failure_rate: float = 0.5,
         max_lag: int = 1,
         stale: reading.StalePolicy = "wait",
         in_order: bool = True,
@@ -85,6 +87,7 @@ class PipelineBatchSource(BatchSource):
         self.ledger = Ledger()
         self._resumed = self._is_open = self._cut_short = False
         self._committed_units = self._emptied = 0
+        self._failures = reading.FailureMonitor(max_failure_rate)
         self._bad = reading.BadGroups(max(64, 4 * self.groups_per_update))
         self._uncommitted: Mapping[str, Any] | None = None
         self._groups: dict[int, Group | reading.BadGroup] = {}
@@ -118,7 +121,7 @@ class PipelineBatchSource(BatchSource):
                 "forgotten",
                 "this checkpoint is older than what was committed"
                 if ahead
-                else "Redis has lost some of the units that were asked for",
+                else "Redis no longer has some of the units that were asked for",
                 *(opened.attempt, books.low),
             )
             await self.lease.run_async("reset", books.low, books.next)
@@ -172,6 +175,12 @@ class PipelineBatchSource(BatchSource):
         lags = [reading.lag_of(group, self.lease.version) for group in groups]
         if self.writer is not None:
             await write_rollouts(self.writer, rollouts)
+        try:
+            reading.count_failures(self._failures, rollouts)
+        except RolloutError:  # once the cause is mended, a resumed run must not find them again
+            meta = (await asyncio.to_thread(self.lease.store.facts))["meta"]
+            await self.lease.run_async("reset", meta.get("low", 0), self.ledger.next)
+            raise
         batch = batch_from_rollouts(
             rollouts,
             self.algorithm.credit_assigner,
@@ -181,16 +190,10 @@ class PipelineBatchSource(BatchSource):
             meta={
                 "source_step": self.step,
                 LOST_MEMBER: self.lost_member,
-                "train/pipeline_lag_max": max(lags, default=0),
-                "train/pipeline_lag_mean": sum(lags) / max(len(lags), 1),
                 "train/pipeline_attempt": self.lease.attempt,
                 "perf/pipeline_wait_s": self._waited_s,
                 "perf/pipeline_backlog": len(self._groups) - len(numbers),
-                **reading.seconds_of(groups),
-                **{
-                    f"train/pipeline_dropped_{reason}": count
-                    for reason, count in (self.ledger.dropped - before).items()
-                },
+                **reading.metrics_of(groups, lags, self.ledger.dropped - before),
             },
         )
         # Nothing is awaited from here on: a batch is settled as a whole, or not at all.

@@ -16,8 +16,10 @@ from ludic.errors import (
 )
 from ludic.pipeline.messages import Group, Unit, read_group
 from ludic.plumbing.records import encode
+from ludic.plumbing.text import TRACEBACK
+from ludic.rollouts.engine import FailureMonitor as FailureMonitor
 from ludic.rollouts.requests import RolloutRequest
-from ludic.types import EnvSpec, ProtocolSpec, to_json
+from ludic.types import EnvSpec, ProtocolSpec, Rollout, to_json
 
 _log = logging.getLogger("ludic.pipeline")
 
@@ -139,14 +141,32 @@ def lag_of(group: Group, version: int | None) -> int:
     return max(version - min(versions, default=version), 0)
 
 
-def seconds_of(groups: Sequence[Group]) -> dict[str, float]:
-    """What the actors' time went into, on average over the groups of a batch."""
+def metrics_of(
+    groups: Sequence[Group], lags: Sequence[int], dropped: Mapping[str, int]
+) -> dict[str, float]:
+    """A batch's ages, what the actors' time went into, on average, and what was dropped for it."""
     times = {"wait": "waited_s", "load": "loaded_s", "sample": "sampled_s"}
+    count = max(len(groups), 1)
     return {
-        f"perf/actor_{name}_s": sum(getattr(group.times, field) for group in groups) / len(groups)
-        for name, field in times.items()
-        if groups
+        "train/pipeline_lag_max": max(lags, default=0),
+        "train/pipeline_lag_mean": sum(lags) / count,
+        **{
+            f"perf/actor_{name}_s": sum(getattr(group.times, field) for group in groups) / count
+            for name, field in times.items()
+        },
+        **{f"train/pipeline_dropped_{reason}": number for reason, number in dropped.items()},
     }
+
+
+def count_failures(monitor: FailureMonitor, rollouts: Sequence[Rollout]) -> None:
+    """Notes the episodes of a batch, those that failed last: it is the batch that is judged, not
+    the group that comes first. Raises `RolloutError` where too many failed, on whichever actor."""
+    episodes: dict[str, Rollout] = {}
+    for rollout in rollouts:
+        if rollout.error is not None or rollout.episode_id not in episodes:
+            episodes[rollout.episode_id] = rollout
+    for rollout in sorted(episodes.values(), key=lambda r: r.error is not None):
+        monitor.record(rollout.error, rollout.meta.get(TRACEBACK))
 
 
 def judge(group: Group, version: int | None, max_lag: int, stale: StalePolicy) -> str | None:

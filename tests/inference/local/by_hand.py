@@ -1,4 +1,4 @@
-"""A scheduler over a model that always says 1, advanced by hand: no thread, no clock."""
+"""Schedulers advanced by hand: no thread, no clock. One is over a model that always says 1."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ludic.inference.local.arena import KVShape, SlotMemory
+from ludic.inference.local.build import build_scheduler
 from ludic.inference.local.eager import EagerScheduler
 from ludic.inference.local.prefix_store import PrefixStore, key_of_ids
 from ludic.inference.local.scheduler import Outcome, Work
@@ -40,14 +41,34 @@ def scheduler(*, step_rows: int, max_slots: int) -> EagerScheduler:
     return SaysOne(forward, None, memory, PrefixStore(0), Spells(), step_rows=step_rows)
 
 
-def sequence(prompt: Seq[int], limit: int, answers: list[Any] | None = None) -> Sequence:
+def pipelined(model: Any, *, max_slots: int, max_context_tokens: int = 64) -> Any:
+    """The GPU's scheduler over a real model."""
+    return build_scheduler(
+        model,
+        Spells(),
+        max_slots=max_slots,
+        max_context_tokens=max_context_tokens,
+        deterministic=False,
+        step_rows=None,
+        prefix_cache_tokens=None,
+        pipelined=True,
+        version=0,
+    )
+
+
+def sequence(
+    prompt: Seq[int],
+    limit: int,
+    answers: list[Any] | None = None,
+    returns: ReturnSpec | None = None,
+) -> Sequence:
     """A request whose answer is appended to `answers`."""
     return Sequence(
         prompt_token_ids=tuple(prompt),
         prompt_key=key_of_ids(prompt),
         limit=limit,
         sampling=SamplingConfig(),
-        returns=ReturnSpec(),
+        returns=returns or ReturnSpec(),
         key=0,
         stop_ids=frozenset(),
         deliver=(answers if answers is not None else []).append,

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludic.inference.local import LocalChatClient
+from ludic.inference.sampling import ReturnSpec
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from tests.inference.local.asking import plain_logprobs, request, until
 
@@ -31,6 +32,8 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
             "own": st.lists(st.integers(0, 257), max_size=20),
             "turns": st.lists(st.integers(1, 15), min_size=1, max_size=3),
             "delay": st.integers(0, 5),
+            "temperature": st.sampled_from([1.0, 1.0, 0.5, 2.0]),
+            "scored": st.booleans(),
             "cancel": st.one_of(st.none(), st.none(), st.integers(0, 20)),
         }
     )
@@ -62,7 +65,14 @@ async def carry_out(plan: dict[str, Any]) -> None:
         ids = tuple(plan["stems"][talk["stem"]][: talk["cut"]] + talk["own"])
         answers = []
         for turn, length in enumerate(talk["turns"]):
-            ask = request(ids, max_tokens=length, seed=100 * number + turn, ignore_eos=True)
+            ask = request(
+                ids,
+                max_tokens=length,
+                seed=100 * number + turn,
+                ignore_eos=True,
+                temperature=talk["temperature"],
+                returns=ReturnSpec(prompt_logprobs=talk["scored"]),
+            )
             answer = await client.complete_tokens(ask)
             assert answer.trace is not None
             answers.append(answer)
@@ -86,7 +96,7 @@ async def carry_out(plan: dict[str, Any]) -> None:
             continue
         for answer in result:
             assert answer.trace.completion_logprobs == pytest.approx(
-                plain_logprobs(MODEL, answer), abs=1e-5
+                plain_logprobs(MODEL, answer, talk["temperature"]), abs=2e-5
             )
 
 

@@ -93,9 +93,8 @@ def build_scheduler(
         weights=lambda: [*model.parameters(), *model.buffers()],
     )
     vocab = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-    parts: dict[str, Any] = {"vocab": vocab, "graphs": graphs, "kernels": kernels}
-    batch = DeviceBatch(forward, memory.only, max_slots, **parts)
-    prefill = Prefill(forward, memory.only, **parts)
+    batch = DeviceBatch(forward, memory.only, max_slots, vocab, graphs, kernels)
+    prefill = Prefill(forward, memory.only, graphs, kernels)
     kept = KeptTokens(memory.only, prefix_cache_tokens)
     return PipelinedScheduler(batch, prefill, kept, memory, tokenizer, version=version)
 

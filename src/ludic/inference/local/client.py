@@ -63,7 +63,7 @@ class LocalChatClient:
         precision: in what the trainer computes, or None: the weights' type,
             with torch's switches as they are. With "mixed", requests are sampled from a bfloat16
             copy of the float32 weights, which is renewed at the end of each `updating()`.
-        pipelined: whether the host stays a step behind the device, with CUDA graphs where there
+        pipelined: whether the host stays steps behind the device, with CUDA graphs where there
             are any; None: on a GPU, unless deterministic.
     """
 

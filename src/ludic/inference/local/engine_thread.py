@@ -78,7 +78,7 @@ class EngineThread:
     whether the thread is closing. The scheduler is not shared and has no lock: the thread alone
     touches it, and computes a step with the lock free, so requests, cancellations and pauses come
     in while a step runs and are seen before the next one. (With the lock it waits for no more than
-    a step already in flight, in `settle`.)
+    the steps already in flight, in `settle`.)
 
     While a pause is ready the thread computes nothing: it waits for `_changed`, which frees the
     lock. So whoever holds the pause may write the weights, and the others may still hand in
@@ -100,7 +100,6 @@ class EngineThread:
         self._crash: BaseException | None = None
         scheduler.on_admit = gate.leave
         scheduler.gather = self._gather
-        scheduler.hand_over = self.outbox.hand_over
         self._thread = threading.Thread(target=self._loop, name="ludic-local-engine", daemon=True)
         self._thread.start()
 

@@ -87,8 +87,11 @@ class PrefixStore(Generic[T]):
         """The entry that shares the most tokens with these, and how many; less than
         `_WORTH_KEEPING` shared tokens are not worth finding."""
         best, length = None, 0
-        for key in self._in_order.neighbours(token_key(tokens)):
-            shared = common_prefix(self._entries[key].tokens, tokens)
+        wanted = token_key(tokens)
+        for key in self._in_order.neighbours(wanted):
+            entry = self._entries[key].tokens
+            # As a conversation's next turn does with the last one.
+            shared = len(entry) if wanted.startswith(key) else common_prefix(entry, tokens)
             if shared > length:
                 best, length = key, shared
         if best is None or length < _WORTH_KEEPING:

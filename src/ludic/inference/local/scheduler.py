@@ -54,11 +54,9 @@ class Counters:
         return {
             **totals,
             "tokens_per_s": self.generated_tokens / self.busy_seconds if self.busy_seconds else 0.0,
-            "occupancy": self.slot_steps / (self.steps * max_slots) if self.steps else 0.0,
-            "cache_hit_rate": self.reused_tokens / self.prompt_tokens
-            if self.prompt_tokens
-            else 0.0,
-            "queue_seconds_mean": self.queue_seconds / self.admitted if self.admitted else 0.0,
+            "occupancy": self.slot_steps / max(1, self.steps * max_slots),
+            "cache_hit_rate": self.reused_tokens / max(1, self.prompt_tokens),
+            "queue_seconds_mean": self.queue_seconds / max(1, self.admitted),
         }
 
 
@@ -106,11 +104,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._by_prompt = TokenOrder[Sequence]()
         self.counters = Counters()
-        # Set by the engine's thread: a request left the queue; requests at hand may come in; what
-        # was delivered may go out.
+        # Set by the engine's thread: a request left the queue; requests at hand may come in.
         self.on_admit: Callable[[], None] = lambda: None
         self.gather: Callable[[], None] = lambda: None
-        self.hand_over: Callable[[], None] = lambda: None
 
     @property
     def has_work(self) -> bool:
@@ -206,10 +202,8 @@ class Scheduler:
                 common = min(common_prefix(other.prompt, tokens), usable)
                 if common <= shared:
                     continue
-                if (
-                    common - max(shared, other.computed) >= _WORTH_SHARING
-                    and not other.scores_prompt
-                ):
+                missing = common - max(shared, other.computed)
+                if missing >= _WORTH_SHARING and not other.scores_prompt:
                     return False
                 common = min(common, other.computed)
                 if common > shared:
@@ -217,7 +211,6 @@ class Scheduler:
         if shared < _WORTH_SHARING:
             entry, donor, shared = None, None, 0
         self.memory.place(sequence, len(tokens))
-        assert sequence.arena is not None
         if donor is not None:
             self._copy_beginning(donor, sequence, shared)
         elif entry is not None:
@@ -268,7 +261,7 @@ class Scheduler:
                     s.prompt_logprobs.append(None)
                 s.prompt_logprobs.extend(scored)
             if logprob != logprob or (scored and any(x != x for x in scored)):
-                self._fail(s, _not_finite(s.description))
+                self._fail(s, not_finite(s.description))
             elif token is not None:
                 s.accept(token, logprob, self.version, kept)
                 self.counters.generated_tokens += 1
@@ -310,15 +303,18 @@ class Scheduler:
             except Exception as exc:
                 self._fail(s, step_error(exc, s, by="the engine"))
         self.counters.finished += len(answers)
-        ending = [s for s, _ in answers]
         try:
-            # A cache: where there is no memory for it, the next request computes it again.
-            with suppress(torch.OutOfMemoryError, MemoryError):
-                self._keep(ending)
-            self._leave(ending)
+            self._retire([s for s, _ in answers])
         finally:  # whatever becomes of the engine, these are answered
             for s, answer in answers:
                 s.deliver(answer)
+
+    def _retire(self, sequences: Seq[Sequence]) -> None:
+        """These have ended: what was computed of them is kept, and their slots are free."""
+        # A cache: where there is no memory for it, the next request computes it again.
+        with suppress(torch.OutOfMemoryError, MemoryError):
+            self._keep(sequences)
+        self._leave(sequences)
 
     def _keep(self, sequences: Seq[Sequence]) -> None:
         """Puts what was computed of these into the store, if there is memory for it."""
@@ -347,8 +343,9 @@ class Scheduler:
 
     def _leave(self, sequences: Seq[Sequence], *, wipe: bool = False) -> list[tuple[int, int]]:
         """Those that go on may move; returns from which slot, to which."""
+        left = set(sequences)
+        self.running = [s for s in self.running if s not in left]
         for sequence in sequences:
-            self.running.remove(sequence)
             self._by_prompt.remove(sequence.prompt_key, sequence)
         return self.memory.release(sequences, wipe=wipe)
 
@@ -379,7 +376,7 @@ def _decoder(tokenizer: Any) -> Callable[..., str]:
     return decode
 
 
-def _not_finite(what: str) -> InferenceError:
+def not_finite(what: str) -> InferenceError:
     return InferenceError(
         f"the model's logits for {what} are not finite (NaN or infinite): look for weights that "
         "diverged, or a token whose embedding is broken"

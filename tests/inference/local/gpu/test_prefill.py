@@ -20,7 +20,7 @@ from ludic.memory.engine import MAX_TOKENS
 def prefill() -> Prefill:
     shape = KVShape(1, 1, 16, torch.float32, torch.device("cpu"))
     nothing: Any = None
-    return Prefill(nothing, Arena(shape, 32_768, 1, 1), vocab=8, graphs=nothing)
+    return Prefill(nothing, Arena(shape, 32_768, 1, 1), nothing)
 
 
 def work(count: int, computed: int = 0) -> Work:

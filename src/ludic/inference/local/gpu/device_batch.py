@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,7 +55,7 @@ class GraphCache:
     def _where(self) -> tuple[int, ...]:
         return tuple(tensor.data_ptr() for tensor in self._weights())
 
-    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+    def run(self, key: Hashable, function: Callable[[], object]) -> None:
         """Does what `function` does to the buffers that it closes over."""
         if not self.capture or key not in self._met:
             # Outside of a graph libraries set themselves up, too.
@@ -86,6 +87,12 @@ def length_buckets(most: int) -> list[int]:
     return sorted({x for x in lengths if x < most} | {most})
 
 
+def split_results(results: Tensor) -> tuple[Tensor, Tensor]:
+    """The sampled tokens (int64) and their log-probs (float32) in one block of memory."""
+    tokens = 2 * len(results) // 3
+    return results[:tokens].view(torch.long), results[tokens:].view(torch.float32)
+
+
 class DeviceBatch:
     """The state of every slot on the device, and the step that moves all of them on."""
 
@@ -106,8 +113,9 @@ class DeviceBatch:
         self.state = torch.zeros(5, slots, dtype=torch.long, device=device)
         self.ids, self.positions, self.live, self.keys, self.at = self.state.unbind()
         self.inverse_temperature = torch.ones(slots, dtype=torch.float32, device=device)
-        self.tokens = torch.zeros(slots, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(slots, dtype=torch.float32, device=device)
+        # Likewise, so that a step's results are fetched by one copy.
+        self.results = torch.zeros(3 * slots, dtype=torch.int32, device=device)
+        self.tokens, self.logprobs = split_results(self.results)
         self.logits: Tensor | None = None
         self.vocab = vocab
         self.row_sizes = row_buckets(slots)
@@ -125,17 +133,14 @@ class DeviceBatch:
         """Writes the state of slots whose sequence is ready to decode."""
         if not sequences:
             return
-        rows = [
-            [s.tokens[-1] for s in sequences],
-            [s.computed for s in sequences],
-            [1] * len(sequences),
-            [s.key for s in sequences],
-            [s.generated for s in sequences],
-        ]
-        slots = to_device([s.slot for s in sequences], self.device)
-        self.state[:, slots] = to_device(rows, self.device)
-        temperatures = [1.0 / (s.sampling.temperature or 1.0) for s in sequences]
-        self.inverse_temperature[slots] = to_device(temperatures, self.device, torch.float32)
+        rows = np.array(
+            [(s.tokens[-1], s.computed, 1, s.key, s.generated, s.slot, 0) for s in sequences],
+            dtype=np.int64,
+        ).T.copy()
+        rows[6].view(np.float64)[:] = [1.0 / (s.sampling.temperature or 1.0) for s in sequences]
+        packed = to_device(rows, self.device)
+        self.state[:, packed[5]] = packed[:5]
+        self.inverse_temperature[packed[5]] = packed[6].view(torch.float64).float()
 
     def move_rows(self, moves: list[tuple[int, int]]) -> None:
         """What stood in the first slot of each pair stands in the second from now on."""

@@ -1,13 +1,14 @@
-"""The scheduler for a device that runs ahead: the host reads each step while the next one runs.
+"""The scheduler for a device that runs ahead: the host reads each step while the next ones run.
 
-The engine's thread launches step n + 1 before it has read what step n sampled. That is safe:
+The engine's thread launches steps before it has read what the last ones sampled, and lets prompts
+join meanwhile. That is safe:
 
 - A step takes nothing from the host. What step n sampled is step n + 1's input on the device.
 - Everything the engine does to the device is in one stream, so a slot that is freed, filled or
   moved while a step is in flight changes after that step.
-- A flight remembers who was in which row when it was launched. A sequence that has ended meanwhile
-  was computed one token too far: that token is dropped when it is read, and what it left in the
-  slot is cleared (`_leave`).
+- A flight remembers who was in which row when it was launched. A sequence that has ended is
+  answered at once and keeps its slot until others leave with it, or prompts join. What is computed
+  of it meanwhile is dropped when it is read, and cleared from the slot (`_leave`).
 - Whoever changes weights runs in another stream. So `settle` reads every step in flight before an
   update begins, and `updating()` waits for the updater's stream before the next step.
 """
@@ -27,15 +28,17 @@ import torch
 from torch import Tensor
 
 from ludic.inference.local.arena import SlotMemory, to_device
-from ludic.inference.local.gpu.device_batch import DeviceBatch
+from ludic.inference.local.gpu.device_batch import DeviceBatch, split_results
 from ludic.inference.local.gpu.kept_tokens import KeptTokens, Places
 from ludic.inference.local.gpu.prefill import Prefill
 from ludic.inference.local.prefix_store import PrefixStore
 from ludic.inference.local.sampler import draw_outcomes
-from ludic.inference.local.scheduler import Outcome, Scheduler, Work, chunks
+from ludic.inference.local.scheduler import Scheduler, Work, chunks, not_finite
 from ludic.inference.local.sequence import Sequence
 from ludic.memory.engine import MAX_TOKENS
 
+_MOST_AHEAD = 4
+"""At most so many steps are in flight, while the host is slower than the device."""
 _JOIN_AFTER_STEPS = 12
 """A prompt waits at most so many decode steps for others to be computed with it."""
 _SCORED_TOKENS = 512
@@ -45,23 +48,29 @@ _SCORED_TOKENS = 512
 class _Sheet:
     """Memory of the host that takes a step's results while the next steps run."""
 
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.tokens = torch.empty(slots, dtype=torch.long, pin_memory=self.cuda)
-        self.logprobs = torch.empty(slots, dtype=torch.float32, pin_memory=self.cuda)
-        self.done = torch.cuda.Event() if self.cuda else None  # type: ignore[no-untyped-call]
+    def __init__(self, results: Tensor) -> None:
+        cuda = results.is_cuda
+        self._host = torch.empty_like(results, device="cpu", pin_memory=cuda)
+        self._tokens, self._logprobs = (part.numpy() for part in split_results(self._host))
+        self._done = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
 
-    def copy_from(self, tokens: Tensor, logprobs: Tensor, rows: int) -> None:
-        self.tokens[:rows].copy_(tokens[:rows], non_blocking=self.cuda)
-        self.logprobs[:rows].copy_(logprobs[:rows], non_blocking=self.cuda)
-        if self.done is not None:
-            self.done.record()
+    # Each call of torch frees the interpreter's lock, which the event loop may then hold for
+    # milliseconds: so there are as few of them as can be.
+
+    def copy_from(self, results: Tensor) -> None:
+        self._host.copy_(results, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+
+    @property
+    def is_here(self) -> bool:
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def read(self, rows: int) -> tuple[list[int], list[float]]:
         """What the last `copy_from` copied, as soon as it is here."""
-        if self.done is not None:
-            self.done.synchronize()
-        return self.tokens[:rows].tolist(), self.logprobs[:rows].tolist()
+        if self._done is not None:
+            self._done.synchronize()
+        return self._tokens[:rows].tolist(), self._logprobs[:rows].tolist()
 
 
 class _Flight(NamedTuple):
@@ -75,7 +84,7 @@ class PipelinedScheduler(Scheduler):
     """One arena, one slot per row, the decode step as a graph.
 
     `sequence.computed` counts what was launched, so it may be ahead of the tokens that the host
-    has read by one.
+    has read. `running` are those that have not ended, as far as that is known.
     """
 
     def __init__(
@@ -92,9 +101,12 @@ class PipelinedScheduler(Scheduler):
         super().__init__(memory, store, tokenizer, version=version)
         self.batch, self.prefill, self.kept = batch, prefill, kept
         self._flights: deque[_Flight] = deque()
-        # One more than there are flights: `advance` launches a step before it reads the last.
-        slots, device = self.memory.max_slots, batch.device
-        self._sheets = deque(_Sheet(slots, device) for _ in range(3))
+        # Two more than flights: `advance` may launch two steps before it reads one.
+        self._sheets = deque(_Sheet(batch.results) for _ in range(_MOST_AHEAD + 2))
+        self._ahead = 1
+        """How many steps may be in flight when the host looks for other work."""
+        self._ended: list[Sequence] = []
+        """They were answered, but still have their slots."""
         self._steps_waited = 0
         self._copies: dict[int, tuple[int, int]] = {}
         """Of those being admitted: from which slot each takes its first tokens, and how many."""
@@ -114,33 +126,29 @@ class PipelinedScheduler(Scheduler):
                 yield
 
     def advance(self) -> None:
-        """Lets prompts join when enough of them wait, then launches a step and reads the last."""
+        """Lets prompts join when enough of them wait, then launches a step and reads the oldest."""
         self._drop_cancelled()
         if self.waiting and self.admitting and self._time_to_join():
             self._join_prompts()
         elif any(not s.started for s in self.running):
             self.settle()
             self._compute_prompts()
-        if not self.running:
+        if self.running and not self._can_run_ahead():
             self.settle()
-            return
-        if not all(s.is_plain for s in self.running):
-            self.settle()
+            self._clear_out()
             if self.running:
                 rows, length = self._sizes()
                 self._compute(
                     [Work(s, 1) for s in self._in_slots()],
                     lambda work: self.batch.step_logits(rows, length),
                 )
-            return
-        try:
+        elif self.running:
             self._launch()
-        except Exception as exc:
-            self._flights.clear()
-            self._fail_step(self.running, exc)
-            return
-        while len(self._flights) > 1:
-            self._read()
+            while len(self._flights) > self._ahead:
+                self._read()
+        if not self.running:
+            self._flights.clear()  # nobody is left to hear of them
+            self._clear_out()
 
     def settle(self) -> None:
         """Reads every step in flight."""
@@ -151,6 +159,7 @@ class PipelinedScheduler(Scheduler):
 
     def forget(self) -> None:
         self.settle()
+        self._clear_out()
         self.batch.graphs.drop_if_moved()
         super().forget()
 
@@ -165,12 +174,12 @@ class PipelinedScheduler(Scheduler):
         return not self.running or enough or self._steps_waited > _JOIN_AFTER_STEPS
 
     def _join_prompts(self) -> None:
-        self.settle()
-        self.hand_over()
         self._steps_waited = 0
         if not self.running:
             # Requests arrive one by one from the event loop: a moment brings the rest of them.
             self.gather()
+        elif self._can_run_ahead():
+            self._launch()  # for the device to work on while the host plans
         while True:
             # First those that are here: others may be waiting for what they compute.
             self._compute_prompts()
@@ -182,7 +191,8 @@ class PipelinedScheduler(Scheduler):
     def _compute_prompts(self) -> None:
         begin = time.perf_counter()
         while True:
-            # Decoding computes the last token of a prompt that is known from another one.
+            # Decoding computes the last token of every prompt: so nothing is drawn here, and the
+            # host waits for nothing.
             todo = [s for s in self.running if not s.started]
             self._start([s for s in todo if _has_one_token_left(s)])
             todo = [s for s in todo if not s.started]
@@ -193,9 +203,16 @@ class PipelinedScheduler(Scheduler):
                 ends = accumulate(item.count for item in work)
                 self._compute(work, self.prefill.every_row, [end - 1 for end in ends])
                 continue
-            work = [Work(s, min(len(s.tokens) - s.computed, MAX_TOKENS)) for s in todo]
+            work = [Work(s, min(len(s.tokens) - s.computed - 1, MAX_TOKENS)) for s in todo]
             for part in self.prefill.batches(work):
-                self._compute(part, self.prefill)
+                try:
+                    self.prefill(part)
+                except Exception as exc:
+                    self._fail_step([item.sequence for item in part], exc)
+                    continue
+                for item in part:
+                    item.sequence.computed += item.count
+                self._count_step()
         self.counters.prefill_seconds += time.perf_counter() - begin
 
     def _compute(
@@ -223,20 +240,36 @@ class PipelinedScheduler(Scheduler):
 
     # Decoding
 
+    def _can_run_ahead(self) -> bool:
+        return all(s.is_plain and s.started for s in self.running)
+
     def _sizes(self) -> tuple[int, int]:
-        longest = max(s.computed for s in self.running) + 1
-        return self.batch.sizes(len(self.running), min(longest, self.batch.arena.length))
+        return self.batch.sizes(len(self._in_slots()), self._longest() + 1)
+
+    def _longest(self) -> int:
+        return max([s.computed for s in self._in_slots()])
 
     def _in_slots(self) -> list[Sequence]:
-        """The running sequences in the order of their slots."""
-        return cast(list[Sequence], list(self.batch.arena.tenants))
+        """Those that have a slot, in the order of their slots."""
+        return cast(list[Sequence], self.batch.arena.tenants)
 
     def _launch(self) -> None:
-        self.batch.step(*self._sizes())
-        sequences = self._in_slots()
-        sheet = self._sheets[0]
-        self._sheets.rotate()
-        sheet.copy_from(self.batch.tokens, self.batch.logprobs, len(sequences))
+        if self._longest() >= self.memory.max_tokens:
+            # Those that ended run on until they leave, but not out of the context.
+            self.settle()
+            self._clear_out()
+            if not self.running:
+                return
+        try:
+            self.batch.step(*self._sizes())
+            sheet = self._sheets[0]
+            self._sheets.rotate()
+            sheet.copy_from(self.batch.results)
+        except Exception as exc:
+            self._flights.clear()
+            self._fail_step(self.running, exc)
+            return
+        sequences = self._in_slots().copy()
         for s in sequences:
             s.computed += 1
         self._count_step()
@@ -244,14 +277,34 @@ class PipelinedScheduler(Scheduler):
 
     def _read(self) -> None:
         flight = self._flights.popleft()
+        # Results that were here already: the device is about to stand still, or does.
+        late = flight.sheet.is_here
+        self._ahead = min(self._ahead + 1, _MOST_AHEAD) if late else max(self._ahead - 1, 1)
         begin = time.perf_counter()
         tokens, logprobs = flight.sheet.read(len(flight.sequences))
         self.counters.wait_seconds += time.perf_counter() - begin
-        self._accept(flight.sequences, map(Outcome, tokens, logprobs))
+        ended: list[Sequence] = []
+        taken = 0
+        for s, token, logprob in zip(flight.sequences, tokens, logprobs, strict=True):
+            if s.finished is not None or s.arena is None:  # it ended while this step was in flight
+                continue
+            if logprob != logprob:
+                self._fail(s, not_finite(s.description))
+                continue
+            s.accept(token, logprob, self.version, ())
+            taken += 1
+            if (
+                token in s.stop_ids or len(s.logprobs) >= s.limit or s.sampling.stop
+            ) and self._ends(s):
+                ended.append(s)
+        self.counters.generated_tokens += taken
+        if ended:
+            self._finish(ended)
 
     # Sharing and keeping, in one copy for many: a launch takes as long as copying a short prompt.
 
     def _admit(self) -> None:
+        self._clear_out()
         try:
             super()._admit()
         finally:
@@ -261,16 +314,20 @@ class PipelinedScheduler(Scheduler):
             copies, self._copies = self._copies, {}
             if copies:
                 sources, lengths = zip(*copies.values(), strict=True)
-                where = to_device([list(copies), sources], self.batch.device)
-                part = self.batch.arena.kv[:, :, :, :, : max(lengths)]
-                part[:, :, where[0]] = part[:, :, where[1]]
+                device, longest = self.batch.device, max(lengths)
+                targets, origins, ends = to_device([list(copies), sources, lengths], device)
+                part = self.batch.arena.kv[:, :, :, :, :longest]
+                # Nobody has seen what the donors computed: beyond its end it may not be finite.
+                beyond = torch.arange(longest, device=device) >= ends[:, None]
+                copied = part[:, :, origins].masked_fill_(beyond[:, None, :, None], 0)
+                part[:, :, targets] = copied
 
     def _copy_kept(self, kept: Places, sequence: Sequence, tokens: int) -> None:
         self._taken.append((sequence.slot, kept[:tokens]))
 
     def _copy_beginning(self, donor: Sequence, sequence: Sequence, tokens: int) -> None:
-        # Nobody leaves or moves before `_admit` ends. What is copied beyond `tokens` is computed
-        # before it is looked at. A donor that still waits for its own copy has nothing else yet.
+        # Nobody leaves or moves before `_admit` ends. A donor that still waits for its own copy has
+        # nothing else yet.
         source, _ = self._copies.get(donor.slot, (donor.slot, 0))
         self._copies[sequence.slot] = source, tokens
 
@@ -288,18 +345,37 @@ class PipelinedScheduler(Scheduler):
                 self.store.max_tokens = self.kept.room  # asking for more each time would be slow
             raise
 
-    # Leaving. A step in flight computed one token too many for those that end. Whatever it wrote,
+    # Leaving. Steps in flight computed tokens too many for those that end. Whatever they wrote,
     # finite or not, must not meet the slot's next tenant.
+
+    def _retire(self, sequences: Seq[Sequence]) -> None:
+        # Leaving takes as long for many as for one.
+        self._ended += sequences
+        left = set(sequences)
+        self.running = [s for s in self.running if s not in left]
+        if len(self._ended) > len(self.running) // 4:
+            self._clear_out()
+
+    def _clear_out(self) -> None:
+        """Those that ended leave their slots."""
+        ended, self._ended = self._ended, []
+        if ended:
+            super()._retire(ended)
 
     def _leave(self, sequences: Seq[Sequence], *, wipe: bool = False) -> list[tuple[int, int]]:
         batch, before = self.batch, len(self.batch.arena.tenants)
-        ahead = [(s.slot, s.computed - 1) for s in sequences if s.computed == len(s.tokens)]
+        ahead = [(s.slot, at) for s in sequences for at in range(len(s.tokens) - 1, s.computed)]
         if ahead:
             slots, positions = to_device(list(zip(*ahead, strict=True)), batch.device)
             batch.arena.kv[:, :, slots, :, positions] = 0
         moves = super()._leave(sequences, wipe=wipe)
         batch.move_rows(moves)
-        batch.clear_rows(len(batch.arena.tenants), before)
+        left = len(batch.arena.tenants)
+        batch.clear_rows(left, before)
+        if moves:
+            # What those that moved have sampled is not known yet, so neither is what they wrote.
+            longest = max(self._in_slots()[target].computed for _, target in moves)
+            batch.arena.kv[:, :, left:before, :, :longest] = 0
         return moves
 
 

@@ -22,12 +22,17 @@ _GRAPH_TOKENS = 8192
 
 
 class _Rectangle(NamedTuple):
-    """`count` sequences by `width` tokens. Padding is written to a slot that nobody has."""
+    """`rows` sequences by `width` tokens, in one tensor, so that one copy brings it to the device.
+    Padding is written to a slot that nobody has."""
 
-    table: Tensor
-    """[3, count, width]: ids, positions, the slot to write to."""
-    columns: Tensor
-    """[2, count]: the slot to read from, and the flat place of the last token."""
+    flat: Tensor
+    rows: int
+    width: int
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Ids, positions and the slot to write to, [3, rows, width]; the slots to read from."""
+        table = self.flat[self.rows :].view(3, self.rows, self.width)
+        return table, self.flat[: self.rows]
 
 
 class Prefill:
@@ -37,17 +42,15 @@ class Prefill:
         self,
         forward: Forward,
         arena: Arena,
-        *,
-        vocab: int,
         graphs: GraphCache,
         kernels: ModuleType | None = None,
     ) -> None:
-        self.forward, self.arena, self.vocab = forward, arena, vocab
-        self.graphs, self.kernels = graphs, kernels
+        self.forward, self.arena, self.graphs, self.kernels = forward, arena, graphs, kernels
         self.trash = arena.kv.shape[2] - 1
         # Fewer than a decode step has: a prompt's attention is a small part of it.
         self.lengths = sorted({*length_buckets(arena.length)[1::2], arena.length})
-        self._boxes: dict[tuple[int, int, bool], tuple[_Rectangle, Tensor]] = {}
+        self._boxes: dict[tuple[int, int, bool], _Rectangle] = {}
+        self._one_row = torch.zeros(1, dtype=torch.long, device=arena.kv.device)
 
     def batches(self, work: Seq[Work]) -> list[list[Work]]:
         """Chunks of like width together, each batch within the token budget.
@@ -67,27 +70,20 @@ class Prefill:
             out.append([item])
         return out
 
-    def __call__(self, work: Seq[Work]) -> Tensor:
-        """Logits after each chunk's last token: [len(work), vocab]."""
+    def __call__(self, work: Seq[Work]) -> None:
+        """Computes the chunks' keys and values. Nobody asks for logits: of one row only, then."""
         count, width, length, fresh = self._sizes(work)
         filled = self._fill(work, count, width)
         if count * width > _GRAPH_TOKENS:
-            return self._forward(filled, length, fresh)[: len(work)]
-        if (count, width, fresh) not in self._boxes:
-            like = self.arena.kv
-            wide = torch.promote_types(like.dtype, torch.float32)
-            logits = torch.zeros(count, self.vocab, dtype=wide, device=like.device)
-            self._boxes[count, width, fresh] = (filled, logits)
-        box, logits = self._boxes[count, width, fresh]
+            self._forward(filled, length, fresh, self._one_row)
+            return
+        box = self._boxes.setdefault((count, width, fresh), filled)
         if box is not filled:
-            for fixed, new in zip(box, filled, strict=True):
-                fixed.copy_(new)
-
-        def compute() -> None:
-            logits.copy_(self._forward(box, length, fresh))
-
-        self.graphs.run(("prefill", count, width, length, fresh), compute)
-        return logits[: len(work)]
+            box.flat.copy_(filled.flat)
+        self.graphs.run(
+            ("prefill", count, width, length, fresh),
+            lambda: self._forward(box, length, fresh, self._one_row),
+        )
 
     def every_row(self, work: Seq[Work]) -> Tensor:
         """Logits after every token, chunk by chunk: [tokens, vocab]."""
@@ -105,28 +101,29 @@ class Prefill:
         return _count(len(work), width), width, min(longest, self.arena.length), fresh
 
     def _fill(self, work: Seq[Work], count: int, width: int) -> _Rectangle:
-        table = np.zeros((3, count, width), dtype=np.int64)
-        table[2] = self.trash
-        columns = np.stack([np.full(count, self.trash), np.arange(count) * width])
-        steps = np.arange(width)
+        counts, first, slots = np.zeros((3, count, 1), dtype=np.int64)
+        slots[:] = self.trash
+        ids: list[int] = []
         for i, item in enumerate(work):
-            s, first, n = item.sequence, item.sequence.computed, item.count
-            table[0, i, :n] = s.tokens[first : first + n]
-            table[1, i, :n] = steps[:n] + first
-            table[2, i, :n] = columns[0, i] = s.slot
-            columns[1, i] += n - 1
-        device = self.arena.kv.device
-        return _Rectangle(to_device(table, device), to_device(columns, device))
+            s = item.sequence
+            counts[i], first[i], slots[i] = item.count, s.computed, s.slot
+            ids += s.tokens[s.computed : s.computed + item.count]
+        steps = np.arange(width)
+        real = steps < counts
+        flat = np.zeros(count + 3 * count * width, dtype=np.int64)
+        flat[:count] = slots[:, 0]
+        table = flat[count:].reshape(3, count, width)
+        table[0][real] = ids
+        table[1] = (first + steps) * real
+        table[2] = np.where(real, slots, self.trash)
+        return _Rectangle(to_device(flat, self.arena.kv.device), count, width)
 
-    def _forward(
-        self, box: _Rectangle, length: int, fresh: bool, rows: Tensor | None = None
-    ) -> Tensor:
-        (ids, positions, target), (slots, last) = box
+    def _forward(self, box: _Rectangle, length: int, fresh: bool, rows: Tensor) -> Tensor:
+        (ids, positions, target), slots = box.parts()
         layout = RectangleLayout(
             self.arena.kv, slots, positions, target, length, self.kernels, fresh=fresh
         )
-        keep = last if rows is None else rows
-        return self.forward(ids.reshape(1, -1), positions.reshape(1, -1), layout, keep)
+        return self.forward(ids.reshape(1, -1), positions.reshape(1, -1), layout, rows)
 
 
 def _width(tokens: int) -> int:

@@ -1,0 +1,139 @@
+"""Episodes that cannot be sent, and how many an actor plays at once."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ludic.envs import LudicEnv
+from ludic.errors import RolloutError
+from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
+from ludic.interaction.factories import single_agent_protocol
+from ludic.pipeline import ActorConfig, PipelineConfig, messages, only, run_pipeline_actor
+from ludic.pipeline.messages import Unit, unit_message
+from ludic.pipeline.store import Store
+from ludic.rollouts import RolloutEngine
+from ludic.types import Rollout
+from tests.pipeline.test_batch_source import acting, announced, units_of, until
+from tests.pipeline.world import ENVS, REQUEST, make_client, make_source
+
+pytestmark = pytest.mark.redis
+
+Note = Callable[[str], dict[str, Any]]
+
+
+class Noting(InteractionProtocol):
+    """Plays as one agent does, and records what `note` says of the episode's id."""
+
+    def __init__(self, inner: InteractionProtocol, note: Note) -> None:
+        self.inner, self.note = inner, note
+
+    async def run(self, env: LudicEnv[Any, Any, Any], spec: RunSpec) -> list[Rollout]:
+        rollouts = await self.inner.run(env, spec)
+        return [rollout.labelled(meta=self.note(spec.episode_id)) for rollout in rollouts]
+
+
+def noting(note: Note) -> dict[str, Any]:
+    """What an actor plays with whose protocol is `Noting`."""
+    client, template = make_client(latency_s=0.02)
+    runtime = Runtime(client, template, "scripted")
+
+    def protocol(runtime: Runtime, **options: Any) -> Noting:
+        return Noting(single_agent_protocol(runtime, **options), note)
+
+    engine = RolloutEngine(ENVS, {"single_agent": protocol}, runtime=runtime, seed=7)
+    return {"engine": engine, "client": client}
+
+
+class Kept(list[Rollout]):
+    write = list.append
+
+
+TOO_LONG = r"a group of [\d,]+ bytes is over the limit of 1,000,000"
+
+
+@pytest.mark.parametrize(
+    ("secret", "where", "failed", "cause"),
+    [
+        (object(), "unit-0/2/", 1, r"\['secret'\]: object .*, which JSON does not have"),
+        ("x" * 2**20, "unit-0/2/", 1, TOO_LONG),
+        ("x" * 2**19, "unit-0/", 4, TOO_LONG),
+    ],
+    ids=["an object", "too long", "too long together"],
+)
+async def test_what_cannot_be_sent_costs_its_episode_and_no_actor(
+    config: PipelineConfig,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    secret: Any,
+    where: str,
+    failed: int,
+    cause: str,
+) -> None:
+    monkeypatch.setattr(messages, "MAX_BODY_BYTES", 1_000_000)
+    kept = Kept()
+    source = await announced(make_source(config, writer=kept))
+    playing = noting(lambda episode: {"secret": secret} if episode.startswith(where) else {})
+    async with acting(config, 2, **playing):  # an actor that ends early ends the test
+        first, second = await source.next_batch(), await source.next_batch()
+    assert (units_of(first), units_of(second)) == ([1], [2, 3])
+    assert (source.ledger.trained, source.ledger.dropped) == (4, {})
+    assert len({r.episode_id for r in kept}) == len(kept) == 16
+    errors = {r.episode_id: r.error for r in kept if r.error is not None}
+    assert len(errors) == failed == first.meta["failed_episodes"]
+    named = r"unit 0 \(environment 'guess', seed \d+\): .*cannot be sent: .*"
+    for episode, error in errors.items():
+        assert episode.startswith(where)
+        assert re.fullmatch(f"{named}{cause}.*", error)
+    await source.close()
+
+
+async def test_when_nothing_can_be_sent_the_trainer_ends_the_run_and_says_why(
+    config: PipelineConfig, store: Store
+) -> None:
+    source = await announced(make_source(config))
+    causes = r"5 of the last 5 episodes failed.*\n  4 x unit 0 \(environment 'guess', seed \d+\)"
+    async with acting(config, 2, **noting(lambda _: {"secret": object})):
+        with pytest.raises(RolloutError, match=causes):
+            await source.next_batch()
+    await source.close()
+    mended = await announced(make_source(config))
+    async with acting(config):
+        assert (await mended.next_batch()).meta["failed_episodes"] == 0
+    await mended.close()
+
+
+async def test_units_of_any_size_never_bring_more_episodes_than_concurrency(
+    config: PipelineConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [5, 4, 1, 1, 9, 2, 5, 1, 1, 4]
+    source = await announced(make_source(config))
+    units = [Unit(n, (REQUEST,) * size, f"unit-{n}", 2) for n, size in enumerate(sizes)]
+    rows = [value for unit in units for value in (unit.number, "", unit_message(unit))]
+    await source.lease.run_async("ask", "new", *rows)
+    playing: list[int] = [0]
+    run = Noting.run
+
+    async def counted(*args: Any) -> list[Rollout]:
+        playing.append(playing[-1] + 1)
+        try:
+            return await run(*args)
+        finally:
+            playing.append(playing[-1] - 1)
+
+    monkeypatch.setattr(Noting, "run", counted)
+    stop, options = asyncio.Event(), noting(lambda _: {})
+    actor = run_pipeline_actor(
+        config, accepts=only([REQUEST]), cfg=ActorConfig(concurrency=6), stop=stop, **options
+    )
+    acts = asyncio.create_task(actor)
+    await until(lambda: acts.done() or store.facts()["groups"] == len(sizes), 60)
+    stop.set()
+    report = await asyncio.wait_for(acts, 60)
+    assert (report.groups, report.episodes) == (len(sizes), sum(sizes))
+    assert max(playing) == 6
+    await source.close()
