@@ -159,8 +159,9 @@ def _kept_outside(shape: ModelShape, how: Training) -> int:
 
 
 def _head_bytes(shape: ModelShape, how: Training) -> int:
-    """The backward pass of one chunk of logits: they, their gradient and that of their input; and
-    the head's own gradient in float32, a chunk's beside their sum, where it is trained."""
+    """The backward pass of one chunk of logits: they, their gradient and that of their input; and,
+    where it is trained, the head's own gradient in float32, to which a GPU adds a chunk's, while a
+    CPU has both."""
     rows = min(how.tokens, chunk := chunk_tokens(shape.vocab, how.device))
     size = rows * shape.vocab * _ROOM_PER_CHUNK[how.device]
     if how.item == 2:
@@ -169,7 +170,7 @@ def _head_bytes(shape: ModelShape, how: Training) -> int:
     if how.precision == "mixed":
         size += 2 * matrix
     if how.adapter is None:
-        size += 4 * matrix * (2 if how.tokens > chunk else 1)
+        size += 4 * matrix * (2 if how.tokens > chunk and how.device == "cpu" else 1)
     return size + how.tokens * how.item * shape.hidden
 
 

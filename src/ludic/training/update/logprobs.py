@@ -195,6 +195,17 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
+def _add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + a @ b, in place and in `dtype`; a GPU's product adds to the sum by itself."""
+    if total is None:
+        return _matmul(a, b, dtype)
+    if not a.is_cuda:
+        return total.add_(_matmul(a, b, dtype))
+    if a.dtype == dtype:
+        return torch.addmm(total, a, b, out=total)
+    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+
+
 class _FusedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -259,9 +270,7 @@ class _FusedLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, matrix, out=grad_hidden[part])
             if needs_weight:
-                share = _matmul(grad.t(), hidden[part], wide)
-                grad_weight = share if grad_weight is None else grad_weight.add_(share)
-                del share
+                grad_weight = _add_matmul(grad_weight, grad.t(), hidden[part], wide)
             del grad  # or it would be there beside the next chunk's
         if needs_weight:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight
