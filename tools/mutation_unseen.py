@@ -61,14 +61,12 @@ UNSEEN: dict[tuple[str, str, str], str] = {
     ): "a rotary embedding without a threshold has nothing to forget",
     (
         _LOGPROBS,
-        'chunk = chunk or chunk_tokens(int(getattr(head, "out_features", 2**17)), '
-        "hidden.device.type)",
+        'vocab = int(getattr(head, "out_features", 2**17))',
         "2 -> 3",
     ): _AT_ONCE,
     (
         _LOGPROBS,
-        'chunk = chunk or chunk_tokens(int(getattr(head, "out_features", 2**17)), '
-        "hidden.device.type)",
+        'vocab = int(getattr(head, "out_features", 2**17))',
         "17 -> 18",
     ): _AT_ONCE,
     (

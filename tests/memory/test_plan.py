@@ -106,7 +106,7 @@ def test_a_pass_takes_no_more_than_gains_speed() -> None:
     lora = Plan(fused, Training(tokens=1, precision="bfloat16", adapter=Adapter(16)))
     plan = settled(replace(lora, engine=Engine(128, 320)), H200, 256)
     assert plan.training.tokens == worthwhile_tokens(SEVEN, Adapter(16))
-    assert plan.total < 60e9
+    assert plan.total < 61e9
 
 
 @pytest.mark.parametrize(

@@ -47,15 +47,17 @@ def token_logprobs(
     """
     rule = rule or LogitRule()
     hidden = hidden if narrow is None else hidden.to(narrow)
+    width = hidden.shape[1]
     if type(head) is nn.Linear and rule.softcap is None:
-        chunk = chunk or chunk_tokens(head.out_features, hidden.device.type)
+        chunk = chunk or chunk_tokens(head.out_features, width, hidden.device.type)
         scales = rule.scale / temperatures.to(_wide(hidden.dtype))
         logprobs, entropies = _FusedLogProbs.apply(  # type: ignore[no-untyped-call]
             hidden, head.weight, head.bias, targets, scales, kept, entropy, chunk, kernels
         )
         return logprobs, entropies if entropy else None
     # Logits that are more than one product: LoRA on the head, a soft cap.
-    chunk = chunk or chunk_tokens(int(getattr(head, "out_features", 2**17)), hidden.device.type)
+    vocab = int(getattr(head, "out_features", 2**17))
+    chunk = chunk or chunk_tokens(vocab, width, hidden.device.type)
 
     def score(part: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
         logits = rule(_wide_logits(part, head))
