@@ -78,8 +78,8 @@ UNSEEN: dict[tuple[str, str, str], str] = {
     (_LOGPROBS, "ctx.set_materialize_grads(False)", "False -> True"): _NO_GRADIENT,
     (
         _LOGPROBS,
-        "return grad_hidden, grad_weight, grad_bias, *[None] * 6",
-        "6 -> 7",
+        "return grad_hidden, grad_weight, grad_bias, *[None] * 7",
+        "7 -> 8",
     ): _MORE_GRADIENTS,
     (_OPTIMIZER, "fused=self._fused or None,", "and <-> or"): _ON_A_GPU,
     (

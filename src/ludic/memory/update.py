@@ -30,6 +30,7 @@ class Training:
     """How a model is trained; `tokens` are those of the largest micro-batch, all of them actions.
 
     `optimizer_device` is where masters and moments are. `whole_logits`: the loss asks for them.
+    `keep_logits`: of so many tokens they stay for the backward pass.
     """
 
     tokens: int
@@ -40,6 +41,7 @@ class Training:
     optimizer_device: Literal["cuda", "cpu"] = "cuda"
     fused_layers: bool = True
     whole_logits: bool = False
+    keep_logits: int = 0
     ranks: int = 1
 
     @property
@@ -167,12 +169,13 @@ def _kept_outside(shape: ModelShape, how: Training) -> int:
 
 
 def _head_bytes(shape: ModelShape, how: Training) -> int:
-    """The backward pass of one chunk of logits: they, their gradient and that of their input; and,
-    where it is trained, the head's own gradient in float32, to which a GPU adds a chunk's, while a
-    CPU has both."""
+    """The backward pass of one chunk of logits: they and those that are kept, their gradient and
+    that of their input; and, where it is trained, the head's own gradient in float32, to which a
+    GPU adds a chunk's, while a CPU has both."""
     chunk = chunk_tokens(shape.vocab, shape.hidden, how.device)
     rows = min(how.tokens, chunk)
     size = rows * shape.vocab * _ROOM_PER_CHUNK[how.device]
+    size += 4 * shape.vocab * (min(how.tokens, how.keep_logits + chunk) - rows)
     if how.item == 2:
         size += rows * shape.vocab * 2
     matrix = shape.vocab * shape.hidden

@@ -73,6 +73,7 @@ def reference(
     truncated=st.booleans(),
     softcap=st.sampled_from([None, 4.0]),
     scale=st.sampled_from([1.0, 0.25]),
+    keep=st.integers(0, 20),
 )
 def test_values_and_gradients_are_those_of_whole_logits(
     seed: int,
@@ -82,6 +83,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
     truncated: bool,
     softcap: float | None,
     scale: float,
+    keep: int,
 ) -> None:
     torch.manual_seed(seed)
     head = nn.Linear(WIDTH, VOCAB, bias=bias, dtype=torch.float64)
@@ -94,7 +96,15 @@ def test_values_and_gradients_are_those_of_whole_logits(
         head.zero_grad()
         if fused:
             logprobs, entropies = token_logprobs(
-                h, head, targets, temperatures, kept=kept, rule=rule, entropy=True, chunk=chunk
+                h,
+                head,
+                targets,
+                temperatures,
+                kept=kept,
+                rule=rule,
+                entropy=True,
+                chunk=chunk,
+                keep_logits=keep,
             )
             assert entropies is not None
         else:
