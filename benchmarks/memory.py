@@ -4,10 +4,10 @@
     python -m benchmarks.memory --shapes 7b --ranks 16 --budgets 2048 4096 8192
 
 Random bfloat16 weights in the shape of SmolLM2 and Qwen2.5; one update over two full passes (or
-over `--rows` rows) of `--length` tokens, after one that warms up. `predicted` is without the
-engine, which is not made; `peak` is what torch allocated at most, `reserved` what its allocator
-held, `driver` what the GPU says is gone. Without `--budgets` the plan chooses the tokens of a pass.
-A case that does not fit is not tried. The last line is JSON.
+over `--rows` rows) of `--length` tokens, all of them actions, after one that warms up. `predicted`
+is without the engine, which is not made; `peak` is what torch allocated at most, `reserved` what
+its allocator held, `driver` what the GPU says is gone. Without `--budgets` the plan chooses the
+tokens of a pass. A case that does not fit is not tried. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ludic.memory.plan import HEADROOM
 from ludic.sharding.world import World
 from ludic.training import TrainerConfig, make_algorithm
 from ludic.training.metrics.stats import StatBuffer
-from ludic.training.update.budget import capacity, plan_update
+from ludic.training.update.budget import as_planned, capacity, plan_update
 from ludic.training.update.calibrate import synthetic_batch
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import lay_out
@@ -63,21 +63,17 @@ def measure(
     figures: dict[str, float] = {
         "tokens_of_a_pass": how.tokens,
         "checkpointing": how.checkpointing,
+        "kept_logits": how.keep_logits,
         "predicted_gb": round((plan.total - plan.parts["fragmentation"]) / GB, 2),
     }
     if plan.total > (1 - HEADROOM) * capacity(model, world):
         return figures | {"fits": False}
-    cfg = TrainerConfig(
-        max_seq_len=length,
-        micro_token_budget=how.tokens,
-        gradient_checkpointing=how.checkpointing,
-        precision="bfloat16",
-    )
+    cfg = as_planned(cfg, plan)
     optimizer = MasterAdamW(model.named_parameters(), cfg)
     loss = make_algorithm("grpo").loss
     passes = Passes(Policy(model, cfg), loss, cfg, world, Cost())
     rows = rows or 2 * (how.tokens // length)  # two passes: the second beside the first's gradients
-    batch = lay_out(synthetic_batch(rows * length, length, 0.75, model.config.vocab_size))
+    batch = lay_out(synthetic_batch(rows * length, length, 1.0, model.config.vocab_size))
     seconds = 0.0
     for turn in range(2):
         if turn:

@@ -61,14 +61,12 @@ UNSEEN: dict[tuple[str, str, str], str] = {
     ): "a rotary embedding without a threshold has nothing to forget",
     (
         _LOGPROBS,
-        'chunk = chunk or chunk_tokens(int(getattr(head, "out_features", 2**17)), '
-        "hidden.device.type)",
+        'vocab = int(getattr(head, "out_features", 2**17))',
         "2 -> 3",
     ): _AT_ONCE,
     (
         _LOGPROBS,
-        'chunk = chunk or chunk_tokens(int(getattr(head, "out_features", 2**17)), '
-        "hidden.device.type)",
+        'vocab = int(getattr(head, "out_features", 2**17))',
         "17 -> 18",
     ): _AT_ONCE,
     (
@@ -80,8 +78,8 @@ UNSEEN: dict[tuple[str, str, str], str] = {
     (_LOGPROBS, "ctx.set_materialize_grads(False)", "False -> True"): _NO_GRADIENT,
     (
         _LOGPROBS,
-        "return grad_hidden, grad_weight, grad_bias, *[None] * 6",
-        "6 -> 7",
+        "return grad_hidden, grad_weight, grad_bias, *[None] * 7",
+        "7 -> 8",
     ): _MORE_GRADIENTS,
     (_OPTIMIZER, "fused=self._fused or None,", "and <-> or"): _ON_A_GPU,
     (

@@ -98,6 +98,50 @@ async def test_each_precision_trains_and_publishes(precision: Precision) -> None
     assert before[0].trace.completion_logprobs != after[0].trace.completion_logprobs
 
 
+@pytest.mark.parametrize(
+    ("dtype", "narrow"),
+    [
+        (torch.bfloat16, None),
+        (torch.float16, None),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, None),
+        (torch.float64, None),
+    ],
+)
+def test_chunks_are_added_up_by_their_products_and_kept_logits_change_no_bit(
+    dtype: torch.dtype, narrow: torch.dtype | None
+) -> None:
+    gen = torch.Generator("cuda").manual_seed(0)
+    head = torch.nn.Linear(64, 5003, bias=False, device=CUDA, dtype=dtype)
+    hidden = torch.randn(700, 64, device=CUDA, generator=gen).to(dtype)
+    targets = torch.randint(5003, (700,), device=CUDA, generator=gen)
+    temperatures = 0.5 + torch.rand(700, device=CUDA, generator=gen)
+
+    def scored(head: torch.nn.Linear, **settings: Any) -> list[torch.Tensor]:
+        leaf = hidden.to(head.weight.dtype).requires_grad_()
+        head.weight.grad = None
+        found, entropies = token_logprobs(
+            leaf, head, targets, temperatures, entropy=True, **settings
+        )
+        assert entropies is not None
+        with float32_products("float32"):
+            (found + 0.3 * entropies).sum().backward()  # type: ignore[no-untyped-call]
+        assert head.weight.grad is not None
+        assert leaf.grad is not None
+        return [found.detach(), leaf.grad, head.weight.grad]
+
+    with float32_products("float32"):
+        again, some, whole = (
+            scored(head, chunk=128, narrow=narrow, keep_logits=keep) for keep in (0, 300, 700)
+        )
+        exact = scored(head.double(), chunk=1000)
+    for a, b, c, wanted in zip(again, some, whole, exact, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+        tolerance = 0.02 if (narrow or dtype).itemsize == 2 else 1e-4
+        assert (a - wanted).norm() < tolerance * wanted.norm()
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("narrow", [None, torch.bfloat16])
 def test_all_ways_to_log_probs_agree(entropy: bool, narrow: torch.dtype | None) -> None:

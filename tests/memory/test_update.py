@@ -84,8 +84,11 @@ def test_the_peak_is_foretold_where_the_head_is_most_of_it(tmp_path: Path) -> No
     # In a process of its own: what checks shapes in the tests holds on to a chunk of logits.
     sizes = {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "vocab_size": 4096}
     code = (
-        "from tests.memory.test_update import assert_foretold; "
-        f"assert_foretold('float32', None, False, {sizes})"
+        "from ludic.memory.update import CHUNK_LOGITS\n"
+        "from tests.memory.test_update import assert_foretold\n"
+        f"assert_foretold('float32', None, False, {sizes})\n"
+        "CHUNK_LOGITS['cpu'] = 2**18  # several chunks\n"
+        f"assert_foretold('float32', None, False, {sizes}, keep_logits={TOKENS})\n"
     )
     (tmp_path / "foretold.py").write_text(code)
     process = Forked(tmp_path / "foretold.py", where=tmp_path)
@@ -94,7 +97,11 @@ def test_the_peak_is_foretold_where_the_head_is_most_of_it(tmp_path: Path) -> No
 
 
 def assert_foretold(
-    precision: Precision, targets: Any, checkpointing: bool, sizes: dict[str, Any]
+    precision: Precision,
+    targets: Any,
+    checkpointing: bool,
+    sizes: dict[str, Any],
+    keep_logits: int | None = None,
 ) -> None:
     model = made(precision, targets, sizes)
     cfg = TrainerConfig(
@@ -102,6 +109,7 @@ def assert_foretold(
         gradient_checkpointing=checkpointing,
         micro_token_budget=TOKENS,
         max_seq_len=128,
+        keep_logits=keep_logits,
     )
     world = World()
     plan = plan_update(model, cfg, world)

@@ -124,8 +124,24 @@ def test_a_plan_on_a_gpu_settles_the_trainers_budget() -> None:
     cfg = planned(TrainerConfig(), plan)
     assert cfg.micro_token_budget == plan.training.tokens
     assert cfg.gradient_checkpointing is False
+    assert cfg.keep_logits == plan.training.keep_logits == plan.training.tokens
     unplanned = TrainerConfig()
     assert planned(unplanned, None) is unplanned
+
+
+@pytest.mark.usefixtures("gpu")
+def test_no_logits_are_kept_where_the_runs_own_server_wants_the_memory(tmp_path: Path) -> None:
+    def kept(*overrides: str) -> int:
+        run = run_of(tmp_path, SEVEN, "model.lora.rank=16", *overrides)
+        shape = memory.shape_by_name(run.model)
+        assert shape is not None
+        return plan_run(run, shape, torch.device("cuda", 0), H200).training.keep_logits
+
+    vllm = ("inference.backend=vllm", "inference.publish_plane=http")
+    assert kept() > 0
+    assert kept("training.keep_logits=0") == 0
+    assert kept(*vllm) == 0
+    assert kept(*vllm, "training.keep_logits=300") == 300
 
 
 @pytest.mark.usefixtures("gpu")

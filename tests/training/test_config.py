@@ -33,6 +33,7 @@ def test_what_is_not_set_has_the_defaults_that_are_documented() -> None:
         "precision": None,
         "attention": "auto",
         "gradient_checkpointing": None,
+        "keep_logits": None,
         "compile": False,
         "head_kernels": "auto",
         "fused_layers": True,

@@ -113,12 +113,34 @@ def settled(
     recomputation only if that row does not fit without it. The result may still not fit."""
     most = max(longest, most or worthwhile_tokens(plan.shape, plan.training.adapter))
     how = replace(plan.training, tokens=tokens or longest, checkpointing=bool(checkpointing))
+    how = replace(how, keep_logits=0)
     plan = replace(plan, training=how)
     if checkpointing is None and not plan.fits(free):
         plan = replace(plan, training=replace(how, checkpointing=True))
     if tokens is not None or not plan.fits(free):
         return plan
     return plan.with_tokens(_largest(lambda n: plan.with_tokens(n).fits(free), longest, most))
+
+
+def with_logits(plan: Plan, free: int, said: int | None = None) -> Plan:
+    """The settled plan with the logits of so many tokens kept for the backward pass as were `said`
+    or, where None, as there is room for once all else has its own: on a GPU, beside two copies of
+    what is trained, which publishing may make, and with twice the usual to spare. Not on several
+    ranks, where a backward pass that does not fit ends the run."""
+    how = plan.training
+
+    def keeping(tokens: int) -> Plan:
+        return replace(plan, training=replace(how, keep_logits=tokens))
+
+    def fits(tokens: int) -> bool:
+        copies = 2 * how.weight_item * how.trained(plan.shape)
+        return keeping(tokens).fits(int((1 - HEADROOM) * (free - copies)))
+
+    if said is not None:
+        return keeping(said)
+    if how.device != "cuda" or how.ranks > 1 or not fits(0):
+        return keeping(0)
+    return keeping(_largest(fits, 0, how.tokens))
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:

@@ -14,8 +14,10 @@ from ludic.memory.shape import Adapter, ModelShape
 from ludic.plumbing.llama_layers import FAMILIES
 from ludic.plumbing.precision import Precision
 
-CHUNK_LOGITS = {"cuda": 2**28, "cpu": 2**24}
-"""How many logits the head makes at once: 1 GB in float32 on a GPU, 64 MB on a CPU."""
+CHUNK_LOGITS = {"cuda": 2**29, "cpu": 2**24}
+"""How many logits the head makes at once at most: 2 GiB in float32 on a GPU, 64 MiB on a CPU."""
+_TILE, _MULTIPROCESSORS = (128, 256), 132
+"""What one multiprocessor of a GPU computes of a product at once, and how many a Hopper has."""
 STREAM_BYTES = 1 << 30
 """What a step with the optimizer's state on the host takes of the device for pieces of it."""
 _ROOM_PER_CHUNK = {"cuda": 4, "cpu": 12}
@@ -28,6 +30,7 @@ class Training:
     """How a model is trained; `tokens` are those of the largest micro-batch, all of them actions.
 
     `optimizer_device` is where masters and moments are. `whole_logits`: the loss asks for them.
+    `keep_logits`: of so many tokens they stay for the backward pass.
     """
 
     tokens: int
@@ -38,6 +41,7 @@ class Training:
     optimizer_device: Literal["cuda", "cpu"] = "cuda"
     fused_layers: bool = True
     whole_logits: bool = False
+    keep_logits: int = 0
     ranks: int = 1
 
     @property
@@ -67,9 +71,15 @@ class Training:
         return self.adapter is None or any(map(self.adapter.covers, linears))
 
 
-def chunk_tokens(vocab: int, device: str) -> int:
-    """How many tokens' logits are held at once."""
-    return max(CHUNK_LOGITS["cuda" if device == "cuda" else "cpu"] // vocab // 128 * 128, 32)
+def chunk_tokens(vocab: int, hidden: int, device: str) -> int:
+    """How many tokens' logits are made at once: up to a limit, and on a GPU so many that the
+    gradient for their hidden states, the smallest of the head's products, occupies all of it."""
+    (rows, columns), on_gpu = _TILE, device == "cuda"
+    blocks = CHUNK_LOGITS["cuda" if on_gpu else "cpu"] // vocab // rows
+    tiles = -(-hidden // columns)
+    if on_gpu and (waves := blocks * tiles // _MULTIPROCESSORS):
+        blocks = waves * _MULTIPROCESSORS // tiles
+    return max(blocks * rows, 32)
 
 
 def state_bytes(shape: ModelShape, how: Training) -> dict[str, int]:
@@ -159,17 +169,20 @@ def _kept_outside(shape: ModelShape, how: Training) -> int:
 
 
 def _head_bytes(shape: ModelShape, how: Training) -> int:
-    """The backward pass of one chunk of logits: they, their gradient and that of their input; and
-    the head's own gradient in float32, a chunk's beside their sum, where it is trained."""
-    rows = min(how.tokens, chunk := chunk_tokens(shape.vocab, how.device))
+    """The backward pass of one chunk of logits: they and those that are kept, their gradient and
+    that of their input; and, where it is trained, the head's own gradient in float32, to which a
+    GPU adds a chunk's, while a CPU has both."""
+    chunk = chunk_tokens(shape.vocab, shape.hidden, how.device)
+    rows = min(how.tokens, chunk)
     size = rows * shape.vocab * _ROOM_PER_CHUNK[how.device]
+    size += 4 * shape.vocab * (min(how.tokens, how.keep_logits + chunk) - rows)
     if how.item == 2:
         size += rows * shape.vocab * 2
     matrix = shape.vocab * shape.hidden
     if how.precision == "mixed":
         size += 2 * matrix
     if how.adapter is None:
-        size += 4 * matrix * (2 if how.tokens > chunk else 1)
+        size += 4 * matrix * (2 if how.tokens > chunk and how.device == "cpu" else 1)
     return size + how.tokens * how.item * shape.hidden
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from ludic.errors import ConfigError, OutOfMemoryError
 from ludic.inference.vllm.memory import ServerNeed, server_need, share_beside_trainer
 from ludic.memory.engine import default_context
-from ludic.memory.plan import Engine, Plan, remedies, settled
+from ludic.memory.plan import Engine, Plan, remedies, settled, with_logits
 from ludic.memory.shape import PLAIN_FAMILIES, Adapter, ModelShape
 from ludic.memory.update import Training
 from ludic.plumbing.given import is_given
@@ -32,7 +32,14 @@ from ludic.runs.settings.paths import earlier_run
 from ludic.sharding.ranks import launched
 from ludic.sharding.world import World
 from ludic.training import TrainerConfig
-from ludic.training.update.budget import USUAL, free_memory, host_memory, shape_of, trainer_bytes
+from ludic.training.update.budget import (
+    USUAL,
+    as_planned,
+    free_memory,
+    host_memory,
+    shape_of,
+    trainer_bytes,
+)
 from ludic.training.update.calibrate import Calibration, calibrate, trial_pass
 
 SERVER = "vLLM server"
@@ -95,8 +102,7 @@ def planned(cfg: TrainerConfig, plan: Plan | None) -> TrainerConfig:
     trainer does that by itself."""
     if plan is None or plan.training.device != "cuda":
         return cfg
-    how = plan.training
-    return replace(cfg, micro_token_budget=how.tokens, gradient_checkpointing=how.checkpointing)
+    return as_planned(cfg, plan)
 
 
 def shape_by_name(model: ModelSection) -> ModelShape | None:
@@ -155,14 +161,18 @@ def plan_run(config: RunConfig, shape: ModelShape, device: torch.device, free: i
         sampling = plan.engine_memory(plan.engine).total if plan.engine else 0
         size = copies * (sampling + shape.parameters * how.weight_item)
         plan = replace(plan, others={**plan.others, "past opponents": size})
-    return settled(
+    free = free if on_gpu else free // ranks
+    plan = settled(
         plan,
-        free if on_gpu else free // ranks,
+        free,
         training.max_seq_len,
         tokens=training.micro_token_budget,
         checkpointing=training.gradient_checkpointing,
         most=None if on_gpu else USUAL,
     )
+    # The run's own server takes what the trainer does not need.
+    spare = None if SERVER not in others else 0
+    return with_logits(plan, free, spare if training.keep_logits is None else training.keep_logits)
 
 
 def _engine(config: RunConfig, shape: ModelShape, on_gpu: bool) -> Engine | None:
@@ -238,7 +248,7 @@ def _refused(config: RunConfig, plan: Plan, free: int, why: str) -> OutOfMemoryE
 def trainer_settings(config: RunConfig) -> TrainerConfig:
     """Returns the settings that the memory of an update depends on."""
     names = {"max_seq_len", "micro_token_budget", "gradient_checkpointing", "optimizer_device"}
-    names |= {"compile", "fused_layers", "head_kernels"}
+    names |= {"compile", "fused_layers", "head_kernels", "keep_logits"}
     return TrainerConfig(
         **config.training.model_dump(include=names), precision=precision_of(config)
     )

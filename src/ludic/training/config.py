@@ -59,6 +59,8 @@ class TrainerConfig:
     `micro_token_budget` bounds the tokens of one forward pass, on which memory depends; None: as
     many as fit and still gain speed (`ludic.memory`). With `gradient_checkpointing` layers are
     computed again in the backward pass; None: if a row of `max_seq_len` does not fit without it.
+    The logits of `keep_logits` tokens of a pass are kept for its backward pass, and those of others
+    computed again; None: on a single GPU, as many as there is room for.
     `max_seq_len` bounds a single sample. A longer one costs the episode that it was played in; in
     data that was given, it is an error. `epochs` and `mini_batches` give several optimizer steps
     per batch, with proximal log-probs from before the first. `overlap` samples the next batch,
@@ -95,6 +97,7 @@ class TrainerConfig:
     precision: Precision | None = None
     attention: AttentionKind = "auto"
     gradient_checkpointing: bool | None = None
+    keep_logits: int | None = None
     compile: bool = False
     head_kernels: HeadKernels = "auto"
     fused_layers: bool = True
@@ -137,6 +140,7 @@ class TrainerConfig:
             (self.warmup_steps >= 0, "warmup_steps", ">= 0"),
             (0 <= self.final_lr_ratio <= 1, "final_lr_ratio", "in [0, 1]"),
             (self.max_seq_len >= 2, "max_seq_len", ">= 2"),
+            (self.keep_logits is None or self.keep_logits >= 0, "keep_logits", ">= 0 or None"),
             (self.epochs >= 1, "epochs", ">= 1"),
             (self.mini_batches >= 1, "mini_batches", ">= 1"),
             (self.max_lag is None or self.max_lag >= 0, "max_lag", ">= 0 or None"),

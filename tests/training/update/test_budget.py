@@ -1,4 +1,5 @@
-"""What a trainer settles by itself if nobody says it: the tokens of a pass, and recomputation."""
+"""What a trainer settles by itself if nobody says it: the tokens of a pass, recomputation, and how
+many logits are kept."""
 
 from __future__ import annotations
 
@@ -11,11 +12,18 @@ import torch
 from ludic.inference.tiny import tiny_model
 from ludic.memory.plan import worthwhile_tokens
 from ludic.memory.shape import ModelShape
-from ludic.memory.update import Training, pass_bytes
+from ludic.memory.update import CHUNK_LOGITS, Training, pass_bytes
 from ludic.sharding.world import World
 from ludic.training import TrainerConfig, make_algorithm
 from ludic.training.update import budget
-from ludic.training.update.budget import USUAL, default_budget, filled_in, shape_of
+from ludic.training.update.budget import (
+    USUAL,
+    default_budget,
+    filled_in,
+    plan_update,
+    shape_of,
+    trainer_bytes,
+)
 from ludic.training.update.calibrate import trial_pass
 
 SMOLLM2 = ModelShape(30, 576, 9, 3, 64, 1536, 49_152)
@@ -70,8 +78,29 @@ def test_what_is_said_stays_and_what_is_open_is_filled_in(monkeypatch: pytest.Mo
     assert tight.gradient_checkpointing is True
     assert tight.micro_token_budget is not None
     assert 2048 <= tight.micro_token_budget < USUAL
-    said = replace(cfg, gradient_checkpointing=False, micro_token_budget=4096)
+    assert tight.keep_logits == 0  # on a CPU
+    said = replace(cfg, gradient_checkpointing=False, micro_token_budget=4096, keep_logits=7)
     assert filled_in(said, model, None) is said
+
+
+def test_logits_are_kept_on_a_gpu_with_room_and_never_instead_of_a_larger_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, cfg = tiny_model(vocab_size=5000), TrainerConfig(precision="float32")
+    monkeypatch.setitem(CHUNK_LOGITS, "cuda", 2**20)
+    counts = []
+    for megabytes in (100, 600, 900, 5000):
+        world = with_memory(monkeypatch, megabytes << 20)
+        plan = plan_update(model, cfg, world)
+        without = plan_update(model, replace(cfg, keep_logits=0), world)
+        assert plan is not None
+        assert without is not None
+        assert plan.training.tokens == without.training.tokens
+        taken = trainer_bytes(model, cfg, world)
+        assert taken == without.total - without.parts["weights"]
+        counts.append((plan.training.tokens, plan.training.keep_logits))
+    assert counts[0][1] == 0
+    assert counts[-1][0] == counts[-1][1]
 
 
 def test_a_trial_pass_changes_nothing() -> None:

@@ -73,6 +73,7 @@ def reference(
     truncated=st.booleans(),
     softcap=st.sampled_from([None, 4.0]),
     scale=st.sampled_from([1.0, 0.25]),
+    keep=st.integers(0, 20),
 )
 def test_values_and_gradients_are_those_of_whole_logits(
     seed: int,
@@ -82,6 +83,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
     truncated: bool,
     softcap: float | None,
     scale: float,
+    keep: int,
 ) -> None:
     torch.manual_seed(seed)
     head = nn.Linear(WIDTH, VOCAB, bias=bias, dtype=torch.float64)
@@ -94,7 +96,15 @@ def test_values_and_gradients_are_those_of_whole_logits(
         head.zero_grad()
         if fused:
             logprobs, entropies = token_logprobs(
-                h, head, targets, temperatures, kept=kept, rule=rule, entropy=True, chunk=chunk
+                h,
+                head,
+                targets,
+                temperatures,
+                kept=kept,
+                rule=rule,
+                entropy=True,
+                chunk=chunk,
+                keep_logits=keep,
             )
             assert entropies is not None
         else:
@@ -175,16 +185,31 @@ def test_results_of_a_bfloat16_model_are_float32_and_close() -> None:
 
 @pytest.mark.parametrize("vocab", [300, 151_936, 2**24])
 def test_a_chunk_holds_at_least_some_tokens_and_at_most_64_mb_on_a_cpu(vocab: int) -> None:
-    tokens = chunk_tokens(vocab, "cpu")
+    tokens = chunk_tokens(vocab, 64, "cpu")
     assert tokens == 32 or tokens * vocab * 4 <= 2**26
 
 
-@pytest.mark.parametrize(("device", "megabytes"), [("cpu", 64), ("cuda", 1024)])
-def test_a_chunk_is_as_large_as_its_device_allows(device: str, megabytes: int) -> None:
-    tokens = chunk_tokens(1000, device)
+def test_a_chunk_is_as_large_as_its_device_allows() -> None:
+    tokens = chunk_tokens(1000, 64, "cpu")
     assert tokens % 128 == 0
-    assert tokens * 1000 * 4 <= megabytes * 2**20 < (tokens + 128) * 1000 * 4
-    assert chunk_tokens(2**30, device) == 32
+    assert tokens * 1000 * 4 <= 2**26 < (tokens + 128) * 1000 * 4
+    for device in ("cpu", "cuda"):
+        assert chunk_tokens(2**30, 64, device) == 32
+
+
+@pytest.mark.parametrize(
+    ("vocab", "width", "tokens"),
+    [
+        (151_936, 1536, 2816),  # 22 times 6 tiles of 128 x 256 are a Hopper's 132
+        (152_064, 3584, 2304),  # 18 times 14: two for each, but 12
+        (151_936, 896, 3456),  # 2 GiB are not enough for 33 times 4
+    ],
+)
+def test_the_gradient_of_a_chunk_occupies_a_gpu_as_far_as_its_memory_allows(
+    vocab: int, width: int, tokens: int
+) -> None:
+    assert chunk_tokens(vocab, width, "cuda") == tokens
+    assert tokens * vocab * 4 <= 2**31
 
 
 class OnAGPU:

@@ -101,9 +101,15 @@ def accumulated(
     rollouts: int = 9,
     device: Any = None,
     budget: int = BUDGET,
+    keep_logits: int = 0,
 ) -> tuple[dict[str, Tensor], dict[str, float], Passes]:
     """The gradient of a batch, and what is logged of it, where passes fail at some calls."""
-    cfg = TrainerConfig(micro_token_budget=budget, max_seq_len=64, optimizer_device=device)
+    cfg = TrainerConfig(
+        micro_token_budget=budget,
+        max_seq_len=64,
+        optimizer_device=device,
+        keep_logits=keep_logits,
+    )
     model = tiny_model().to(dtype)
     passes = Passes(Policy(model, cfg), make_grpo(group_size=2).loss, cfg, World(), Cost())
     optimizer, stats = make_optimizer(model.named_parameters(), cfg), StatBuffer()
@@ -158,6 +164,22 @@ def test_a_pass_that_does_not_fit_gives_the_same_gradient_in_parts(
     assert passes.budget <= BUDGET // 2
     (line,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert f"none has over {passes.budget} tokens" in line.getMessage()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "head", "head backward"])
+def test_kept_logits_go_before_a_pass_is_split(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, _, passes = accumulated(torch.float64, keep_logits=BUDGET)
+    assert passes.policy.keep_logits == BUDGET
+    again, _, passes = accumulated(torch.float64, where, 2, keep_logits=BUDGET)
+    assert_close(again, whole, 1e-12)
+    assert (passes.budget, passes.policy.keep_logits) == (BUDGET, 0)
+    (line,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "without keeping logits" in line.getMessage()
+    again, _, passes = accumulated(torch.float64, where, 1, 2, keep_logits=BUDGET)
+    assert_close(again, whole, 1e-12)
+    assert passes.budget <= BUDGET // 2
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "head"])

@@ -95,6 +95,7 @@ class TrainingSection(Section):
     max_lag: int = Field(default=TRAINER["max_lag"], ge=0)
     attention: AttentionKind = TRAINER["attention"]
     gradient_checkpointing: bool | None = TRAINER["gradient_checkpointing"]
+    keep_logits: int | None = Field(default=TRAINER["keep_logits"], ge=0)
     compile: bool = TRAINER["compile"]
     head_kernels: HeadKernels = TRAINER["head_kernels"]
     fused_layers: bool = TRAINER["fused_layers"]

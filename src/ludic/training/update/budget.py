@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ludic.memory.plan import Plan, settled
+from ludic.memory.plan import Plan, settled, with_logits
 from ludic.memory.shape import Adapter, ModelShape
 from ludic.memory.update import Training
 from ludic.plumbing.model_parts import base_causal_lm, config_facts
@@ -30,16 +30,24 @@ USUAL = 16_384
 
 
 def filled_in(cfg: TrainerConfig, model: nn.Module, mesh: DeviceMesh | None) -> TrainerConfig:
-    """Returns the settings with `micro_token_budget` and `gradient_checkpointing` as they are
-    planned, where they are None. All ranks must call it, and get the same."""
-    if cfg.micro_token_budget is not None and cfg.gradient_checkpointing is not None:
+    """Returns the settings with `micro_token_budget`, `gradient_checkpointing` and `keep_logits` as
+    they are planned, where they are None. All ranks must call it, and get the same."""
+    if None not in (cfg.micro_token_budget, cfg.gradient_checkpointing, cfg.keep_logits):
         return cfg
     device = torch.device(mesh.device_type) if mesh else next(model.parameters()).device
     plan = plan_update(model, cfg, World.of(mesh, device))
-    if plan is None:
-        return cfg
+    return cfg if plan is None else as_planned(cfg, plan)
+
+
+def as_planned(cfg: TrainerConfig, plan: Plan) -> TrainerConfig:
+    """Returns the settings with what a plan has settled."""
     how = plan.training
-    return replace(cfg, micro_token_budget=how.tokens, gradient_checkpointing=how.checkpointing)
+    return replace(
+        cfg,
+        micro_token_budget=how.tokens,
+        gradient_checkpointing=how.checkpointing,
+        keep_logits=how.keep_logits,
+    )
 
 
 def default_budget(model: nn.Module, cfg: TrainerConfig, world: World) -> int:
@@ -50,9 +58,9 @@ def default_budget(model: nn.Module, cfg: TrainerConfig, world: World) -> int:
 
 
 def trainer_bytes(model: nn.Module, cfg: TrainerConfig, world: World) -> int | None:
-    """What a trainer will take of its device beside the weights; None for a model that does not say
+    """What a trainer will need of its device beside the weights; None for a model that does not say
     how large it is."""
-    plan = plan_update(model, cfg, world)
+    plan = plan_update(model, replace(cfg, keep_logits=cfg.keep_logits or 0), world)
     return None if plan is None else plan.total - plan.parts["weights"]
 
 
@@ -71,14 +79,16 @@ def plan_update(model: nn.Module, cfg: TrainerConfig, world: World) -> Plan | No
         fused_layers=cfg.fused_layers and not cfg.compile and _is_of_one_type(model),
         ranks=world.size,
     )
-    return settled(
+    free = int(-world.largest(-capacity(model, world))[0])
+    plan = settled(
         Plan(shape, how),
-        int(-world.largest(-capacity(model, world))[0]),
+        free,
         cfg.max_seq_len,
         tokens=cfg.micro_token_budget,
         checkpointing=cfg.gradient_checkpointing,
         most=None if device == "cuda" else USUAL,
     )
+    return with_logits(plan, free, cfg.keep_logits)
 
 
 def shape_of(model: nn.Module) -> ModelShape | None:

@@ -1,7 +1,8 @@
 """Log-probs of action tokens without whole logits.
 
 Only the hidden states that predict an action go through the head, a chunk at a time. The
-backward pass recomputes each chunk's logits, so that never more than one chunk of them is held.
+backward pass recomputes each chunk's logits, so that never more than one chunk of them is held,
+but for those that there is room to keep.
 """
 
 from __future__ import annotations
@@ -38,24 +39,29 @@ def token_logprobs(
     chunk: int | None = None,
     narrow: torch.dtype | None = None,
     kernels: HeadKernels = "auto",
+    keep_logits: int = 0,
 ) -> TokenValues:
     """The log-prob of each target under softmax(head(hidden) / temperature), in float32.
 
     Where `kept` lists ids for a token, the softmax is over those alone. With `entropy`, the
     entropy of the same distribution, from the same pass; both carry gradients. With `narrow`, the
-    head multiplies in that type; its logits are float32 in any case.
+    head multiplies in that type; its logits are float32 in any case. A head of one matrix keeps
+    the logits of up to `keep_logits` tokens, in whole chunks, for the backward pass.
     """
     rule = rule or LogitRule()
     hidden = hidden if narrow is None else hidden.to(narrow)
+    width = hidden.shape[1]
     if type(head) is nn.Linear and rule.softcap is None:
-        chunk = chunk or chunk_tokens(head.out_features, hidden.device.type)
+        chunk = chunk or chunk_tokens(head.out_features, width, hidden.device.type)
+        keep = keep_logits if torch.is_grad_enabled() else 0
         scales = rule.scale / temperatures.to(_wide(hidden.dtype))
         logprobs, entropies = _FusedLogProbs.apply(  # type: ignore[no-untyped-call]
-            hidden, head.weight, head.bias, targets, scales, kept, entropy, chunk, kernels
+            hidden, head.weight, head.bias, targets, scales, kept, entropy, chunk, kernels, keep
         )
         return logprobs, entropies if entropy else None
     # Logits that are more than one product: LoRA on the head, a soft cap.
-    chunk = chunk or chunk_tokens(int(getattr(head, "out_features", 2**17)), hidden.device.type)
+    vocab = int(getattr(head, "out_features", 2**17))
+    chunk = chunk or chunk_tokens(vocab, width, hidden.device.type)
 
     def score(part: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
         logits = rule(_wide_logits(part, head))
@@ -195,6 +201,17 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
+def _add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + a @ b, in place and in `dtype`; a GPU's product adds to the sum by itself."""
+    if total is None:
+        return _matmul(a, b, dtype)
+    if not a.is_cuda:
+        return total.add_(_matmul(a, b, dtype))
+    if a.dtype == dtype:
+        return torch.addmm(total, a, b, out=total)
+    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+
+
 class _FusedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -208,11 +225,20 @@ class _FusedLogProbs(torch.autograd.Function):
         entropy: bool,
         chunk: int,
         kernels: HeadKernels,
+        keep_logits: int,
     ) -> tuple[Tensor, Tensor]:
         reduce, matrix = _kernel(_reduce, scales, kernels), weight.to(hidden.dtype)
+        ctx.logits = {}
+
+        def logits_of(start: int, end: int) -> Tensor:
+            logits = _chunk_logits(hidden[start:end], matrix, bias, scales.dtype)
+            if end <= keep_logits:
+                ctx.logits[start] = logits
+            return logits
+
         parts = [
             reduce(
-                _chunk_logits(hidden[start:end], matrix, bias, scales.dtype),
+                logits_of(start, end),
                 scales[start:end],
                 _mask(kept, start, end, len(weight)),
                 targets[start:end],
@@ -243,7 +269,9 @@ class _FusedLogProbs(torch.autograd.Function):
         for start, end in _ranges(len(hidden), ctx.chunk):
             part = slice(start, end)
             grad = gradient(
-                _chunk_logits(hidden[part], matrix, bias, wide),
+                ctx.logits.pop(start)
+                if start in ctx.logits
+                else _chunk_logits(hidden[part], matrix, bias, wide),
                 scales[part],
                 _mask(ctx.kept, start, end, len(weight)),
                 targets[part],
@@ -259,16 +287,14 @@ class _FusedLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, matrix, out=grad_hidden[part])
             if needs_weight:
-                share = _matmul(grad.t(), hidden[part], wide)
-                grad_weight = share if grad_weight is None else grad_weight.add_(share)
-                del share
+                grad_weight = _add_matmul(grad_weight, grad.t(), hidden[part], wide)
             del grad  # or it would be there beside the next chunk's
         if needs_weight:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight
             grad_weight = grad_weight.to(weight.dtype)
         if needs_bias and grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *[None] * 6
+        return grad_hidden, grad_weight, grad_bias, *[None] * 7
 
 
 def _ranges(total: int, chunk: int) -> list[tuple[int, int]]:

@@ -55,6 +55,7 @@ class Policy(nn.Module):
     of a micro-batch go through the model's own forward pass, one after another; so do those of one
     with a row above `longest_packed`. With the precision `mixed` the backbone runs under autocast,
     and the head multiplies in bfloat16. `graphs`: passes may be replayed as CUDA graphs.
+    `keep_logits` is how many tokens' logits a pass may keep, none where the memory is not planned.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Policy(nn.Module):
         self.model = model
         self.packs = self.sharing = True
         self.precision, self.head_kernels = cfg.precision, cfg.head_kernels
+        self.keep_logits = cfg.keep_logits or 0
         causal = base_causal_lm(model)
         facts = config_facts(causal)
         self.rule, self.rope_threshold = logit_rule(facts), rope_threshold(facts)
@@ -101,15 +103,16 @@ class Policy(nn.Module):
             replayed = None if alone else self.graphs(micro)
             if replayed is not None:
                 return replayed[0], replayed[1] if entropy else None, None
-        return self._compute(micro, entropy, logits)
+        return self._compute(micro, entropy, logits, 0 if logits else self.keep_logits)
 
     def _logprobs_and_entropies(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        logprobs, entropies, _ = self._compute(micro, True, False)
+        # A graph holds on to what its passes take, so it keeps no logits.
+        logprobs, entropies, _ = self._compute(micro, True, False, 0)
         assert entropies is not None
         return logprobs, entropies
 
     def _compute(
-        self, micro: MicroBatch, entropy: bool, logits: bool
+        self, micro: MicroBatch, entropy: bool, logits: bool, keep_logits: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         causal = base_causal_lm(self.model)
         with _set(_scoring), autocast(self.precision, micro.input_ids.device):
@@ -130,6 +133,7 @@ class Policy(nn.Module):
             entropy=entropy,
             narrow=narrow,
             kernels=self.head_kernels,
+            keep_logits=keep_logits,
         )
         whole = None
         if logits:

@@ -39,6 +39,7 @@ def _failure(layout: Layout, items: Sequence[int], scope: Scope, recomputes: boo
 
 class Recovery:
     """Runs passes, each again in two halves where it did not fit, and remembers the smaller budget.
+    Where passes keep logits, they first stop doing so.
 
     Rows that cannot be split any further are computed with their activations dropped
     (`Policy.recomputing`), and so are all of their size from then on. If that does not fit either,
@@ -107,6 +108,10 @@ class Recovery:
                 continue
             made.clear()
             self._abandon()
+            if self.policy.keep_logits:
+                self.policy.keep_logits = 0
+                self._tell(size, "without keeping logits, as all will be from now on")
+                continue
             if verdict == _ENDS:
                 raise self._error(size, on_all_ranks=True)
             if verdict == _RECOMPUTES:
