@@ -37,7 +37,7 @@ from ludic.training.update.attention import (
     packed_arguments,
     rope_threshold,
 )
-from ludic.training.update.fused_layers import fused_forward
+from ludic.training.update.fused_layers import adding_to, fused_forward
 from ludic.training.update.graphed import PassGraphs
 from ludic.training.update.logprobs import action_logits, token_logprobs
 from ludic.training.update.packing import Layout, MicroBatch, gather
@@ -104,7 +104,8 @@ class Policy(nn.Module):
         return self._compute(micro, entropy, logits)
 
     def _logprobs_and_entropies(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        logprobs, entropies, _ = self._compute(micro, True, False)
+        with adding_to(None):  # a graph has gradients of its own
+            logprobs, entropies, _ = self._compute(micro, True, False)
         assert entropies is not None
         return logprobs, entropies
 
