@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError, OutOfMemoryError
 from ludic.seeding import derive_seed
-from ludic.sharding.weights import dithered, is_rounded
+from ludic.sharding.weights import dithered, is_rounded, own_rows
 from ludic.sharding.world import is_out_of_memory, release_memory
 from ludic.training.config import TrainerConfig
 
@@ -201,9 +201,12 @@ class MasterAdamW:
             group["lr"] = learning_rate
         self._adam.step()
         if self._narrow:
-            names = self._narrow.values()
-            masters = [self.masters[name] for name in names]
-            torch._foreach_copy_([self.parameters[name] for name in names], masters)
+            # Of each rank's own rows: sharded tensors cannot be copied at once.
+            rows, masters = (
+                [own_rows(tensors[name]) for name in self._narrow.values()]
+                for tensors in (self.parameters, self.masters)
+            )
+            torch._foreach_copy_(rows, masters)
         self.zero_grad()
 
     def _make_moments(self) -> None:
