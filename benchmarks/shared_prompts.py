@@ -84,10 +84,7 @@ def measure(precision: Precision, args: argparse.Namespace) -> dict[str, Any]:
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
-        grads = [
-            m.grad.flatten().double() for m in optimizer.masters.values() if m.grad is not None
-        ]
-        gradient = torch.cat(grads)
+        gradient = torch.cat([g.flatten().double() for g in optimizer.gradients()])
         optimizer.zero_grad()
         return seconds, stats.reduce()["train/loss"], gradient, work.tokens
 

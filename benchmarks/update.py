@@ -157,7 +157,7 @@ def check(bench: Bench) -> None:
         optimizer = MasterAdamW(model.named_parameters(), passes.cfg)
         stats = StatBuffer()
         passes.accumulate(lay_out(batch), optimizer, stats, version=0, proximal=None)
-        grads = [optimizer.masters[n].grad.flatten().float() for n in optimizer.masters]  # type: ignore[union-attr]
+        grads = [gradient.flatten().float() for gradient in optimizer.gradients()]
         results[name] = (stats.reduce()["train/loss"], torch.cat(grads))
         optimizer.zero_grad()
         del optimizer

@@ -13,6 +13,7 @@ from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.policy import Policy
 from tests.training.synthetic import synthetic_batch
 from tests.training.update.test_fused_layers import tiny, with_adapter
+from tests.training.update.test_product_sums import Update, check_close, check_sums, narrow_model
 
 pytestmark = pytest.mark.gpu
 
@@ -42,3 +43,24 @@ def test_gradients_are_as_near_to_float64_as_the_familys_own(family: str, adapte
 
     assert error(fused) < 1.1 * error(own)
     assert error(fused) != error(own)  # it is another pass that was measured
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_products_add_weights_gradients_in_float32(adapter: bool, checkpointing: bool) -> None:
+    model = narrow_model(adapter=adapter, device="cuda")
+    rounded = Update(copy.deepcopy(model), by_products=False, gradient_checkpointing=checkpointing)
+    ours = Update(model, gradient_checkpointing=checkpointing)
+    assert ours.passes > 1
+    assert ours.added
+    assert not rounded.added
+    check_sums(ours, rounded)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_what_products_added_in_a_pass_that_failed_counts_once(fails_at: int) -> None:
+    model = narrow_model(device="cuda")
+    whole = Update(copy.deepcopy(model))
+    again = Update(model, fails_at=fails_at)
+    assert whole.added
+    check_close(again.gradients, whole.gradients)

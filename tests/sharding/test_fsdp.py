@@ -75,6 +75,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = [
         job("plain", 4, loses_after=[2]),
         job("prompts", 3, prompt=24),
+        job("narrow", 2, dtype="bfloat16"),
         job("device", 2, checkpoints=kept("device")),
         job("host", 2, **host),
         job("folder", 2, init_from=str(where / "model")),
@@ -133,6 +134,15 @@ def test_two_ranks_that_share_prompts_reach_the_weights_of_one_that_does_not(
         for key in ("train/loss", "train/grad_norm", "train/entropy", "train/mismatch_abs"):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
         assert a["perf/tokens_computed"] < a["perf/tokens"] == b["perf/tokens_computed"]
+
+
+def test_two_ranks_in_bfloat16_go_the_way_of_one(ranks: Path, tmp_path: Path) -> None:
+    alone = train_alone(tmp_path, 2, torch.bfloat16)
+    two = load_file(ranks / "narrow" / "two.safetensors")
+    start = dict(tiny_model().bfloat16().named_parameters())
+    gap = torch.cat([(two[name] - tensor).float().flatten() for name, tensor in alone.items()])
+    moved = torch.cat([(alone[name] - start[name].detach()).float().flatten() for name in alone])
+    assert gap.norm() < 0.1 * moved.norm()
 
 
 @pytest.mark.parametrize("optimizer", ["device", "host"])

@@ -60,6 +60,10 @@ class Training:
         rotates = shape.head_dim & (shape.head_dim - 1) == 0
         return self.fused_layers and suits and rotates and shape.family in FAMILIES
 
+    def sums_products(self, shape: ModelShape) -> bool:
+        """Whether gradients of the layers' matrices go to their sums without being made before."""
+        return self.fuses(shape) and self.ranks == 1
+
     def trained(self, shape: ModelShape) -> int:
         """How many parameters are trained."""
         if shape.trained is not None:
@@ -187,11 +191,12 @@ def _head_bytes(shape: ModelShape, how: Training) -> int:
 
 
 def _backward_bytes(shape: ModelShape, how: Training) -> int:
-    """In the MLP of a layer: the gradients of gate and up, of the stream twice, and of a matrix;
-    fused, the product of gate and up once more."""
+    """In the MLP of a layer: the gradients of gate and up, of the stream twice, and of a matrix
+    that is not added up at once; fused, the product of gate and up once more."""
     wide = 3 if how.fuses(shape) else 2
     per_token = wide * how.item * shape.inner + 2 * how.weight_item * shape.hidden
-    matrix = shape.hidden * shape.inner if how.adapter is None else 0
+    made = how.adapter is None and not how.sums_products(shape)
+    matrix = shape.hidden * shape.inner if made else 0
     return how.tokens * per_token + how.weight_item * matrix
 
 
@@ -200,7 +205,9 @@ def _end_bytes(shape: ModelShape, how: Training, kept: dict[str, int]) -> int:
     the step takes: on a CPU two more numbers for each of the largest matrix, on a GPU pieces of a
     state that is on the host."""
     matrix = shape.vocab * shape.hidden if how.adapter is None else 0
-    trained = how.trained(shape) // how.ranks
-    narrow = how.weight_item * (trained if how.weight_item == 2 else 0)
+    made = how.trained(shape) // how.ranks
+    if how.sums_products(shape):
+        made = shape.outside_layers if how.adapter is None else 0
+    narrow = how.weight_item * (made if how.weight_item == 2 else 0)
     step = 8 * matrix if how.device == "cpu" else min(STREAM_BYTES, host_bytes(shape, how))
     return max(narrow + how.weight_item * matrix, step) - sum(kept.values())

@@ -25,7 +25,7 @@ from ludic.training.types import Loss
 from ludic.training.update.budget import plan_update
 from ludic.training.update.checks import check_packing
 from ludic.training.update.host_optimizer import make_optimizer
-from ludic.training.update.optimizer import GradientsHeld, MasterAdamW
+from ludic.training.update.optimizer import GradientsHeld, MasterAdamW, ProductSums
 from ludic.training.update.packing import lay_out
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost
@@ -206,6 +206,9 @@ class _RoomForOptimizer:
     def accumulate(self) -> None:
         for parameter in self.trained:
             parameter.grad = None
+
+    def product_sums(self) -> ProductSums:
+        return lambda parameter: None
 
     def gradients_held(self) -> GradientsHeld:
         return {}

@@ -3,13 +3,15 @@ passes over memory, and fewer tensors kept for the backward pass.
 
 Products go through `_Products` and `_GatedMLP`, which add what several of them give to one gradient
 inside the products themselves, compute a LoRA layer's low-rank products with those of the layer
-that they belong to, and keep nothing for weights that are frozen. What lies between is Triton's
-(`kernels`).
+that they belong to, and keep nothing for weights that are frozen. In `adding_to` they also add
+weights' gradients to the optimizer's, in float32. What lies between is Triton's (`kernels`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,9 +21,22 @@ from torch.autograd.function import once_differentiable
 
 from ludic.plumbing.llama_layers import Projection, attention_window, norm_epsilon, projection
 from ludic.training.update.logprobs import triton_works
+from ludic.training.update.optimizer import AddProduct, ProductSums
 
+_sums: ContextVar[ProductSums | None] = ContextVar("ludic_product_sums", default=None)
 _PARTS = 4
 """The tensors of a projection: matrix, bias, and an adapter's two."""
+
+
+@contextmanager
+def adding_to(sums: ProductSums | None) -> Iterator[None]:
+    """Has the backward pass of every forward pass inside add its weights' gradients to `sums`,
+    wherever and whenever it runs; what they do not take goes to autograd."""
+    token = _sums.set(sums)
+    try:
+        yield
+    finally:
+        _sums.reset(token)
 
 
 def fused_forward(
@@ -113,22 +128,24 @@ class _Parts:
         )
         (y,) = _products(mixed[0].flatten(1), self.o)
         x, h = _norm(x, y, layer.post_attention_layernorm.weight, self.eps[1])
-        tensors, scales = _tensors(self.gate, self.up, self.down)
-        return (x + _GatedMLP.apply(h, scales, *tensors))[None]  # type: ignore[no-any-return, no-untyped-call]
+        return (x + _GatedMLP.apply(h, *_tensors(self.gate, self.up, self.down)))[None]  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _tensors(*projections: Projection) -> tuple[list[Tensor | None], tuple[float, ...]]:
-    """Each projection's `_PARTS` tensors, one after the other, and the adapters' factors."""
+def _tensors(*projections: Projection) -> tuple[Any, ...]:
+    """The adapters' factors; for each tensor what adds to its gradient, if autograd is not to; and
+    each projection's `_PARTS` tensors, one after the other."""
     tensors: list[Tensor | None] = []
     for base, adapters in projections:
         down, up = (adapters[0].down, adapters[0].up) if adapters else (None, None)
         tensors += [base.weight, base.bias, down, up]
-    return tensors, tuple(p.adapters[0].scale if p.adapters else 0.0 for p in projections)
+    scales = tuple(p.adapters[0].scale if p.adapters else 0.0 for p in projections)
+    sums = _sums.get()
+    adds = [None if sums is None or t is None or t.ndim < 2 else sums(t) for t in tensors]
+    return scales, adds, *tensors
 
 
 def _products(x: Tensor, *projections: Projection) -> tuple[Tensor, ...]:
-    tensors, scales = _tensors(*projections)
-    return _Products.apply(x, scales, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    return _Products.apply(x, *_tensors(*projections))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _multiply(
@@ -159,10 +176,12 @@ def _multiply_back(
     lows: Sequence[Tensor | None],
     tensors: Sequence[Tensor | None],
     scales: Sequence[float],
+    adds: Sequence[AddProduct | None],
     wanted: Sequence[bool],
     into_x: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradients for x, if it is wanted, and for those of the tensors that are."""
+    """The gradients for x, if it is wanted, and for those of the tensors that are and have none
+    that is added to."""
     for_x: Tensor | None = None
     for_tensors: list[Tensor | None] = []
 
@@ -170,21 +189,27 @@ def _multiply_back(
         nonlocal for_x
         for_x = a @ b if for_x is None else for_x.addmm_(a, b)
 
+    def for_matrix(number: int, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor | None:
+        add_product = adds[number]
+        if not wanted[number] or (add_product is not None and add_product(a, b, scale)):
+            return None
+        return a @ b if scale == 1.0 else (a @ b).mul_(scale)
+
     for i, (grad, low, scale) in enumerate(zip(grads, lows, scales, strict=True)):
-        weight, _, down, up = tensors[i * _PARTS : (i + 1) * _PARTS]
-        weight_wanted, bias_wanted, down_wanted, up_wanted = wanted[i * _PARTS : (i + 1) * _PARTS]
+        first = i * _PARTS
+        weight, _, down, up = tensors[first : first + _PARTS]
         assert weight is not None
         if into_x:
             add(grad, weight)
-        for_tensors.append(grad.t() @ x if weight_wanted else None)
-        for_tensors.append(grad.sum(0) if bias_wanted else None)
+        for_tensors.append(for_matrix(first, grad.t(), x))
+        for_tensors.append(grad.sum(0) if wanted[first + 1] else None)
         for_down = for_up = None
         if down is not None and up is not None and low is not None:
             for_low = (grad @ up).mul_(scale)
             if into_x:
                 add(for_low, down)
-            for_down = for_low.t() @ x if down_wanted else None
-            for_up = (grad.t() @ low).mul_(scale) if up_wanted else None
+            for_down = for_matrix(first + 2, for_low.t(), x)
+            for_up = for_matrix(first + 3, grad.t(), low, scale)
         for_tensors += [for_down, for_up]
     return for_x, for_tensors
 
@@ -194,10 +219,14 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scales: tuple[float, ...], *tensors: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        scales: tuple[float, ...],
+        adds: list[AddProduct | None],
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         results, lows = _multiply(x, tensors, scales)
-        ctx.scales = scales
+        ctx.scales, ctx.adds = scales, adds
         ctx.save_for_backward(x if _reads_input(tensors) else None, *lows, *tensors)
         return tuple(results)
 
@@ -206,9 +235,11 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *others = ctx.saved_tensors
         lows, tensors = others[: len(grads)], others[len(grads) :]
-        into_x, _, *wanted = ctx.needs_input_grad
-        for_x, for_tensors = _multiply_back(grads, x, lows, tensors, ctx.scales, wanted, into_x)
-        return for_x, None, *for_tensors
+        into_x, _, _, *wanted = ctx.needs_input_grad
+        for_x, for_tensors = _multiply_back(
+            grads, x, lows, tensors, ctx.scales, ctx.adds, wanted, into_x
+        )
+        return for_x, None, None, *for_tensors
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -216,11 +247,17 @@ class _GatedMLP(torch.autograd.Function):
     reading gate and up gives it with their gradients, and it is the largest tensor of a layer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scales: tuple[float, ...], *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scales: tuple[float, ...],
+        adds: list[AddProduct | None],
+        *tensors: Tensor | None,
+    ) -> Tensor:
         (gate, up), lows = _multiply(x, tensors[: 2 * _PARTS], scales[:2])
         inner = _kernels().gated(gate, up)
         (result,), more = _multiply(inner, tensors[2 * _PARTS :], scales[2:])
-        ctx.scales = scales
+        ctx.scales, ctx.adds = scales, adds
         reads_x = _reads_input(tensors[: 2 * _PARTS])
         ctx.save_for_backward(x if reads_x else None, gate, up, *lows, *more, *tensors)
         return result
@@ -229,8 +266,8 @@ class _GatedMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, gate, up, *others = ctx.saved_tensors
-        lows, tensors, scales = others[:3], others[3:], ctx.scales
-        into_x, _, *wanted = ctx.needs_input_grad
+        lows, tensors, scales, adds = others[:3], others[3:], ctx.scales, ctx.adds
+        into_x, _, _, *wanted = ctx.needs_input_grad
         grad = grad.contiguous()
         # `inner` is needed for the gradients of `down` alone, but comes with the others.
         weight, _, down, low_up = tensors[2 * _PARTS :]
@@ -238,13 +275,21 @@ class _GatedMLP(torch.autograd.Function):
         if down is not None:
             for_inner.addmm_((grad @ low_up).mul_(scales[2]), down)
         inner, for_gate, for_up = _kernels().gated_gradient(gate, up, for_inner)
+        down_only = slice(2 * _PARTS, None)
         _, of_down = _multiply_back(
-            [grad], inner, lows[2:], tensors[2 * _PARTS :], scales[2:], wanted[2 * _PARTS :], False
+            [grad],
+            inner,
+            lows[2:],
+            tensors[down_only],
+            scales[2:],
+            adds[down_only],
+            wanted[down_only],
+            False,
         )
         for_x, of_others = _multiply_back(
-            [for_gate, for_up], x, lows[:2], tensors[: 2 * _PARTS], scales[:2], wanted, into_x
+            [for_gate, for_up], x, lows[:2], tensors[: 2 * _PARTS], scales[:2], adds, wanted, into_x
         )
-        return for_x, None, *of_others, *of_down
+        return for_x, None, None, *of_others, *of_down
 
 
 def _norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -129,7 +129,6 @@ class HostAdamW(MasterAdamW):
     def _begin(self, cfg: TrainerConfig) -> None:
         self._cfg, self._fused = cfg, False
         self._states: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
-        self._sums: dict[str, Tensor] = {}
         self._ring = torch.empty(0)
 
     @property
@@ -155,28 +154,8 @@ class HostAdamW(MasterAdamW):
                 master.copy_(new)
 
     @torch.no_grad()
-    def _move_gradients(self) -> None:
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None or not is_narrow(parameter):
-                continue
-            if name in self._sums:
-                self._sums[name].add_(parameter.grad)
-            else:
-                self._sums[name] = parameter.grad.float()
-            parameter.grad = None
-
-    def _held(self) -> dict[str, Tensor]:
-        sums = {
-            n: self._sums.get(n) if is_narrow(p) else p.grad for n, p in self.parameters.items()
-        }
-        return {name: gradient for name, gradient in sums.items() if gradient is not None}
-
-    def gradients(self) -> list[Tensor]:
-        return list(self._held().values())
-
-    @torch.no_grad()
     def step(self, learning_rate: float, scale: float = 1.0) -> None:
-        held = self._held()
+        held = self._gradients()
         if self._staged:
             self._with_what_is_free(self._make_ring)
         if held and scale != 1.0:
@@ -270,9 +249,9 @@ class HostAdamW(MasterAdamW):
             torch._foreach_copy_(rows, masters)
 
     def zero_grad(self) -> None:
+        self._sums.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._sums.clear()
 
     def start_over(self) -> None:
         self.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
@@ -12,13 +13,19 @@ from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError, OutOfMemoryError
 from ludic.seeding import derive_seed
-from ludic.sharding.weights import dithered, is_rounded
+from ludic.sharding.weights import dithered, is_rounded, own_rows
 from ludic.sharding.world import is_out_of_memory, release_memory
 from ludic.training.config import TrainerConfig
 
 _log = logging.getLogger("ludic.training")
 GradientsHeld: TypeAlias = dict[str, tuple[Tensor, int]]
 """Gradients by parameter, each with the version of its values."""
+
+AddProduct: TypeAlias = Callable[[Tensor, Tensor, float], bool]
+"""Adds the product of two matrices, times a number, to a parameter's gradient in float32. False:
+nothing was added, and autograd has to."""
+ProductSums: TypeAlias = Callable[[Tensor], AddProduct | None]
+"""What adds to the gradient of a parameter; None where autograd has to."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -46,6 +53,8 @@ class MasterAdamW:
         if not self.parameters:
             raise ConfigError("the model has no parameter that requires a gradient")
         self._seed, self._told = cfg.seed, False
+        self._narrow = {id(p): name for name, p in self.parameters.items() if is_narrow(p)}
+        self._sums: dict[str, Tensor] = {}  # gradients of the narrow ones, in float32
         self._make_room()
         self.masters = {name: self._master(name, cfg) for name in self.parameters}
         self._begin(cfg)
@@ -54,11 +63,6 @@ class MasterAdamW:
         """Called before any master is made."""
 
     def _begin(self, cfg: TrainerConfig) -> None:
-        self._narrow = [
-            (p, self.masters[name])
-            for name, p in self.parameters.items()
-            if self.masters[name] is not p
-        ]
         matrices = [m for m in self.masters.values() if m.ndim >= 2]
         vectors = [m for m in self.masters.values() if m.ndim < 2]
         self._fused = next(iter(self.masters.values())).device.type == "cuda"
@@ -102,46 +106,81 @@ class MasterAdamW:
             if master is not parameter and not torch.equal(master.to(parameter.dtype), parameter):
                 master.copy_(dithered(parameter, self._key(name)))
 
+    def product_sums(self) -> ProductSums:
+        """For one pass: lets products add to gradients in float32, where autograd would round each
+        and add it later. Parameters that somebody watches are left to autograd, and so are those
+        that the pass uses twice: each must get its gradient all at once (`take_back`)."""
+        uses: Counter[str] = Counter()
+
+        def of(parameter: Tensor) -> AddProduct | None:
+            name = self._narrow.get(id(parameter))
+            watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            if name is None or watched:
+                return None
+            uses[name] += 1
+            return lambda a, b, scale: uses[name] == 1 and self._add_product(name, a, b, scale)
+
+        return of
+
+    @torch.no_grad()
+    def _add_product(self, name: str, a: Tensor, b: Tensor, scale: float) -> bool:
+        total = self._sums.get(name)
+        if not a.is_cuda:
+            a, b = a.float(), b.float()
+        if total is None:
+            product = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a @ b
+            self._sums[name] = product if scale == 1.0 else product.mul_(scale)
+        elif a.is_cuda:
+            torch.addmm(total, a, b, out_dtype=torch.float32, alpha=scale, out=total)
+        else:
+            total.addmm_(a, b, alpha=scale)
+        return True
+
     def accumulate(self) -> None:
-        """Moves the gradients of the last backward pass into the masters, in float32."""
+        """Adds what autograd has made of the gradients in the last backward pass, in float32."""
         self._with_what_is_free(self._move_gradients)
 
     @torch.no_grad()
     def _move_gradients(self) -> None:
         """One by one, so that what has been moved stays where this is called again."""
-        more = [(p, m) for p, m in self._narrow if p.grad is not None and m.grad is not None]
+        narrow = [(name, self.parameters[name]) for name in self._narrow.values()]
+        more = [(n, p) for n, p in narrow if p.grad is not None and n in self._sums]
         if more:
-            sums = [m.grad for _, m in more if m.grad is not None]
-            torch._foreach_add_(sums, [p.grad for p, _ in more if p.grad is not None])
-        for parameter, _ in more:
+            sums = [self._sums[name] for name, _ in more]
+            torch._foreach_add_(sums, [p.grad for _, p in more if p.grad is not None])
+        for _, parameter in more:
             parameter.grad = None
-        for parameter, master in self._narrow:
+        for name, parameter in narrow:
             if parameter.grad is not None:
-                master.grad = parameter.grad.float()
+                self._sums[name] = parameter.grad.float()
                 parameter.grad = None
 
     def gradients_held(self) -> GradientsHeld:
-        """The gradients that parameters have before a pass, with the versions of their values."""
-        return {
-            name: (p.grad, p.grad._version)
-            for name, p in self.parameters.items()
-            if p.grad is not None
-        }
+        """The gradients that there are before a pass, with the versions of their values."""
+        return {name: (g, g._version) for name, g in self._gradients().items()}
 
     def take_back(self, before: GradientsHeld) -> list[nn.Parameter]:
         """Drops what a backward pass that failed has left, and returns the parameters where that
         cannot be told from what they had: they have all of its gradient, the others none of it."""
         for name, parameter in self.parameters.items():
-            if name not in before:
+            if name not in before or is_narrow(parameter):
                 parameter.grad = None
+            if name not in before:
+                self._sums.pop(name, None)
         return [
             self.parameters[name]
             for name, (gradient, version) in before.items()
             if gradient._version != version
         ]
 
+    def _gradients(self) -> dict[str, Tensor]:
+        grads = {
+            n: self._sums.get(n) if is_narrow(p) else p.grad for n, p in self.parameters.items()
+        }
+        return {name: gradient for name, gradient in grads.items() if gradient is not None}
+
     def gradients(self) -> list[Tensor]:
-        return [m.grad for m in self.masters.values() if m.grad is not None]
+        return list(self._gradients().values())
 
     @torch.no_grad()
     def gradient_norm(self) -> Float[Tensor, ""]:
@@ -153,6 +192,8 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self, learning_rate: float, scale: float = 1.0) -> None:
         """One step with the gradients times `scale` (below 1 where their norm was clipped)."""
+        for name, gradient in self._gradients().items():
+            self.masters[name].grad = gradient
         self._with_what_is_free(self._make_moments)
         if scale != 1.0:
             torch._foreach_mul_(self.gradients(), scale)
@@ -160,7 +201,12 @@ class MasterAdamW:
             group["lr"] = learning_rate
         self._adam.step()
         if self._narrow:
-            torch._foreach_copy_([p for p, _ in self._narrow], [m for _, m in self._narrow])
+            # Of each rank's own rows: sharded tensors cannot be copied at once.
+            rows, masters = (
+                [own_rows(tensors[name]) for name in self._narrow.values()]
+                for tensors in (self.parameters, self.masters)
+            )
+            torch._foreach_copy_(rows, masters)
         self.zero_grad()
 
     def _make_moments(self) -> None:
@@ -201,6 +247,7 @@ class MasterAdamW:
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
+        self._sums.clear()
         for tensor in (*self.parameters.values(), *self.masters.values()):
             tensor.grad = None
 

@@ -18,6 +18,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer, Workload, policy_stats
 from ludic.training.types import Loss, Stat, TokenLogProbs
 from ludic.training.update.budget import default_budget
+from ludic.training.update.fused_layers import adding_to
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import Layout, lay_out, pack
 from ludic.training.update.planning import Cost, plan_micro_batches, workload
@@ -92,7 +93,8 @@ class Passes:
         def forward(part: Part) -> _Made:
             _require_gradients(already, True)
             _require_gradients([own for own in already if own[0].issuperset(part[0])], False)
-            return self._forward(layout, part, proximal, version)
+            with adding_to(optimizer.product_sums()):
+                return self._forward(layout, part, proximal, version)
 
         def backward(made: _Made) -> TokenLogProbs:
             before = optimizer.gradients_held()

@@ -37,7 +37,7 @@ from ludic.training.update.attention import (
     packed_arguments,
     rope_threshold,
 )
-from ludic.training.update.fused_layers import fused_forward
+from ludic.training.update.fused_layers import adding_to, fused_forward
 from ludic.training.update.graphed import PassGraphs
 from ludic.training.update.logprobs import action_logits, token_logprobs
 from ludic.training.update.packing import Layout, MicroBatch, gather
@@ -106,8 +106,9 @@ class Policy(nn.Module):
         return self._compute(micro, entropy, logits, 0 if logits else self.keep_logits)
 
     def _logprobs_and_entropies(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        # A graph holds on to what its passes take, so it keeps no logits.
-        logprobs, entropies, _ = self._compute(micro, True, False, 0)
+        # A graph has gradients of its own, and holds on to what its passes take: no logits, then.
+        with adding_to(None):
+            logprobs, entropies, _ = self._compute(micro, True, False, 0)
         assert entropies is not None
         return logprobs, entropies
 
