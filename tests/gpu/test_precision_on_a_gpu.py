@@ -118,7 +118,7 @@ def test_chunks_are_added_up_by_their_products_and_kept_logits_change_no_bit(
     temperatures = 0.5 + torch.rand(700, device=CUDA, generator=gen)
 
     def scored(head: torch.nn.Linear, **settings: Any) -> list[torch.Tensor]:
-        leaf = hidden.to(head.weight.dtype).requires_grad_()
+        leaf = hidden.to(head.weight.dtype, copy=True).requires_grad_()
         head.weight.grad = None
         found, entropies = token_logprobs(
             leaf, head, targets, temperatures, entropy=True, **settings
