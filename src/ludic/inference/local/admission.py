@@ -30,7 +30,8 @@ def checked_request(
         key = key_of_ids(ids) if are_ids(ids) else b""
     except OverflowError:  # an id of more than 32 bits
         key = b""
-    if not key or np.frombuffer(key, PACKED).max() >= vocab:
+    # `max` would take four times as long as `argmax`.
+    if not key or (packed := np.frombuffer(key, PACKED))[packed.argmax()] >= vocab:
         i, token = next(
             (i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab
         )
