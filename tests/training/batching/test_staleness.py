@@ -99,10 +99,10 @@ def recorded(number: int, version: int) -> Rollout:
 def test_a_version_that_was_not_recorded_is_not_counted() -> None:
     item = synthetic_batch(0).items[0]
     assert item.attachments.versions is not None
-    assert lag_of(item, 7) == 7
+    assert lag_of([item], 7) == 7
     versions = np.full_like(item.attachments.versions, UNKNOWN_VERSION)
     unknown = replace(item, attachments=replace(item.attachments, versions=versions))
-    assert lag_of(unknown, 7) == 0
+    assert lag_of([unknown], 7) == 0
     versions[-1] = 5
-    assert lag_of(unknown, 7) == 2
-    assert lag_of(unknown, 3) == 0  # of a trainer that was lost
+    assert lag_of([unknown], 7) == 2
+    assert lag_of([unknown], 3) == 0  # of a trainer that was lost

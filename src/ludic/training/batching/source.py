@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from ludic.errors import BatchError, LudicError
 from ludic.saw.batch import LOST_MEMBER, drop_overlong_episodes, longest
 from ludic.saw.codec import batch_from_dict, batch_to_dict
-from ludic.saw.items import UNKNOWN_VERSION, SAWBatch, SAWItem
+from ludic.saw.items import SAWBatch, SAWItem
+from ludic.saw.statistics import item_statistics
 from ludic.training.algorithm import RLAlgorithm
 from ludic.workers.deadlines import bounded
 
@@ -240,27 +241,20 @@ class Intake:
         return trainable
 
 
-def lag_of(item: SAWItem, version: int) -> int:
-    """How many versions the item's oldest token is behind `version`. A newer one, of a trainer that
+def lag_of(items: Sequence[SAWItem], version: int) -> int:
+    """How many versions the items' oldest token is behind `version`. A newer one, of a trainer that
     was lost, counts as not behind at all, and so does one whose version was not recorded."""
-    versions = item.attachments.versions
-    if versions is None or not versions.size:
-        return 0
-    oldest = int(versions.min())
-    if oldest == UNKNOWN_VERSION:
-        recorded = versions[versions != UNKNOWN_VERSION]
-        oldest = int(recorded.min()) if recorded.size else version
+    oldest: int = item_statistics(items).get("version_min", version)
     return max(version - oldest, 0)
 
 
 def check_lag(batch: SAWBatch, version: int, max_lag: int | None) -> None:
     """Raises `BatchError` if a token is more than `max_lag` versions behind `version`."""
-    if max_lag is None:
+    items = [item for item in batch.items if not item.meta.get(ANY_AGE)]
+    if max_lag is None or lag_of(items, version) <= max_lag:
         return
-    lags = [(lag_of(i, version), i.rollout_id) for i in batch.items if not i.meta.get(ANY_AGE)]
+    lags = [(lag_of([item], version), item.rollout_id) for item in items]
     late = [lag for lag in lags if lag[0] > max_lag]
-    if not late:
-        return
     lag, rollout_id = max(late, key=lambda entry: entry[0])
     raise BatchError(
         f"rollout {rollout_id!r} has tokens of policy version {version - lag}, and version "
