@@ -22,6 +22,7 @@ from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane, Shi
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.switching import CANARY
 from ludic.sharding.weights import ModelWeights
 from ludic.types import TokenTrace
 from tests.inference.vllm.asking import (
@@ -58,6 +59,8 @@ async def test_a_publish_changes_what_the_server_samples_from(
     assert report.version == 7
     assert report.bytes == sum(t.numel() * 4 for t in newer.parameters())
     assert report.details["canary_max"] <= 1e-3
+    scored = await client.control(client.replicas[0], "GET", CANARY, timeout_s=60)
+    assert scored["scores"], "it scored the canary that came with the switch"
     stages = report.details["stages"]
     assert stages["worker_stage"] + stages["worker_checksums"] <= stages["stage"]
     await assert_serves(client, newer, 7)

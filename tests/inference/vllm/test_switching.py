@@ -20,7 +20,7 @@ from ludic.inference.vllm.flags import STAGE
 from ludic.inference.vllm.switching import CANARY, SWITCH, SwitchRoute
 from ludic.sharding.weights import ModelWeights
 from tests.distributed.test_publish_stages import WEIGHTS
-from tests.inference.vllm.fake_server import FakeVLLM, failing, receipts
+from tests.inference.vllm.fake_server import FakeVLLM, failing
 from tests.virtual_time import virtual_time
 
 
@@ -238,26 +238,3 @@ async def test_a_server_that_scored_the_canary_as_it_switched_is_not_asked_again
             report = await publisher.publish(ModelWeights(tiny_model()), 1)
     assert canaries == ([[1, 2]] if scored else [[1, 2], "asked"])
     assert "canary_mean" in report.details
-
-
-async def test_the_canary_goes_before_the_requests_that_a_publish_held_up() -> None:
-    async with FakeVLLM().serving() as fake:
-        priorities: list[Any] = []
-
-        async def scores(request: web.Request) -> Any:
-            priorities.append((await request.json()).get("priority"))
-            rows = [None, {"2": {"logprob": -1.0}}]
-            choice = {"token_ids": [1], "finish_reason": "length"}
-            return {"choices": [choice], "prompt_logprobs": rows}
-
-        async with VLLMChatClient(fake.url) as client:
-            await client.connect(timeout_s=60)
-            fake.faults["/inference/v1/generate"] = scores
-            budget = MismatchBudget(100.0, 100.0)
-            publisher = BroadcastPolicyPublisher(client, canary_prompt=(1, 2), budget=budget)
-            weights = ModelWeights(tiny_model())
-            await publisher.publish(weights, 1)
-            by_priority = receipts(fake, lambda said: {**said, "scheduling": "priority"})
-            fake.faults["/collective_rpc"] = by_priority
-            await publisher.publish(weights, 2)
-    assert priorities == [None, -1]

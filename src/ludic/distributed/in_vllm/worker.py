@@ -63,15 +63,13 @@ class WorkerExtension:
 
     def ludic_receipt(self) -> dict[str, Any]:
         """Checksum, type and shape of every tensor that waits to be applied, how many updates were
-        applied, what the host's copy is, the seconds that each part took the last time, and in
-        which order requests are computed."""
+        applied, what the host's copy is, and the seconds that each part took the last time."""
         engine = getattr(self, "weight_transfer_engine", None)
         if engine is None or not hasattr(engine, "receipt"):
             return {"error": f"the server was started without the weight transfer {BACKEND!r}"}
         tensors = engine.receipt()
         known = {"applied": engine.applied, "holds": engine.holds, "seconds": engine.seconds}
-        config = getattr(getattr(self, "vllm_config", None), "scheduler_config", None)
-        return {"tensors": tensors, **known, "scheduling": getattr(config, "policy", None)}
+        return {"tensors": tensors, **known}
 
     def ludic_place(self) -> dict[str, Any]:
         """Where this worker is: whose shared memory it sees, and its GPU."""

@@ -269,14 +269,11 @@ class WeightsDelivery(Delivery[WeightsServer]):
     async def _scores_of(self, server: WeightsServer, tokens: tuple[int, ...]) -> list[float]:
         if (scores := await server.scores()) is not None:
             return scores
-        # First of all: the requests that were held up are computed anew, from their first token.
-        first = {"extra_body_overrides": {"priority": -1}} if server.by_priority else {}
         request = TokenCompletionRequest(
             server.model_name,
             tokens,
             SamplingConfig(max_tokens=1),
             ReturnSpec(logprobs=False, prompt_logprobs=True),
-            extensions=first,
         )
         asking = self.job.client.ask_replica(server.replica, request)
         response = await server.watched("the canary", asking)

@@ -32,8 +32,6 @@ class WeightsServer(ServerUpdate):
     base: str | None = None
     """What the host's copy must be for a difference to be of use; None: nobody asks."""
     has_base = False
-    by_priority = False
-    """Whether it computes requests with a lower number for `priority` first."""
     stall_s: float | None = None
     """How long sampling stood still, where the server says so."""
 
@@ -88,7 +86,6 @@ class WeightsServer(ServerUpdate):
 
         async def work() -> None:
             self.worker_seconds = _slowest(self.receipts)
-            self.by_priority = all(r.get("scheduling") == "priority" for r in self.receipts)
             _check(self.replica.url, self.receipts, expected)
 
         await self.step("compare", "say what arrived", work, asks=False)
