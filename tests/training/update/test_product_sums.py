@@ -204,3 +204,23 @@ def test_weights_of_others_and_float32_ones_are_left_to_autograd() -> None:
     assert sums(own.weight) is not None
     assert sums(wide.weight) is None
     assert sums(other.weight) is None
+
+
+@pytest.mark.parametrize("where", [None, "cpu"])
+@pytest.mark.parametrize(
+    ("first", "then"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_a_weight_whose_type_is_changed_later_keeps_its_gradient(
+    first: torch.dtype, then: torch.dtype, where: Any
+) -> None:
+    layer = nn.Linear(2, 2, bias=False, dtype=first)
+    optimizer = make_optimizer(layer.named_parameters(), TrainerConfig(optimizer_device=where))
+    layer.to(then)
+    for _ in range(2):
+        layer(torch.ones(1, 2, dtype=then)).sum().backward()
+        optimizer.accumulate()
+    assert optimizer.gradient_norm().item() == 4.0  # of four numbers that are 2 each
+    before = layer.weight.detach().clone()
+    optimizer.step(0.1)
+    assert (layer.weight < before).all()
+    assert optimizer.gradients() == []

@@ -163,7 +163,7 @@ class MasterAdamW:
         """Drops what a backward pass that failed has left, and returns the parameters where that
         cannot be told from what they had: they have all of its gradient, the others none of it."""
         for name, parameter in self.parameters.items():
-            if name not in before or is_narrow(parameter):
+            if name not in before or id(parameter) in self._narrow:
                 parameter.grad = None
             if name not in before:
                 self._sums.pop(name, None)
@@ -175,7 +175,8 @@ class MasterAdamW:
 
     def _gradients(self) -> dict[str, Tensor]:
         grads = {
-            n: self._sums.get(n) if is_narrow(p) else p.grad for n, p in self.parameters.items()
+            n: self._sums.get(n) if id(p) in self._narrow else p.grad
+            for n, p in self.parameters.items()
         }
         return {name: gradient for name, gradient in grads.items() if gradient is not None}
 
