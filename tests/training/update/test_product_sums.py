@@ -206,6 +206,18 @@ def test_weights_of_others_and_float32_ones_are_left_to_autograd() -> None:
     assert sums(other.weight) is None
 
 
+def test_a_use_without_gradients_is_none() -> None:
+    weight = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([("w", weight)], TrainerConfig())
+    sums = optimizer.product_sums()
+    with torch.no_grad():  # as a loss may score another policy
+        assert sums(weight) is None
+    add = sums(weight)
+    assert add is not None
+    assert add(weight, weight, 0.5)
+    assert torch.equal(optimizer.gradients()[0], torch.ones(2, 2))
+
+
 @pytest.mark.parametrize("where", [None, "cpu"])
 @pytest.mark.parametrize(
     ("first", "then"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]

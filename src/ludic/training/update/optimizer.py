@@ -109,13 +109,14 @@ class MasterAdamW:
     def product_sums(self) -> ProductSums:
         """For one pass: lets products add to gradients in float32, where autograd would round each
         and add it later. Parameters that somebody watches are left to autograd, and so are those
-        that the pass uses twice: each must get its gradient all at once (`take_back`)."""
+        that the pass uses twice: each must get its gradient all at once (`take_back`). What is
+        computed without gradients does not count."""
         uses: Counter[str] = Counter()
 
         def of(parameter: Tensor) -> AddProduct | None:
             name = self._narrow.get(id(parameter))
             watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-            if name is None or watched:
+            if name is None or watched or not torch.is_grad_enabled():
                 return None
             uses[name] += 1
             return lambda a, b, scale: uses[name] == 1 and self._add_product(name, a, b, scale)
