@@ -178,9 +178,14 @@ def test_a_weight_that_somebody_watches_is_left_to_autograd(fused: list[int], ki
     check_close(update.gradients, expected.gradients)
 
 
-def test_a_weight_that_is_used_twice_is_left_to_autograd(fused: list[int]) -> None:
+@pytest.mark.parametrize("other_is_fused", [True, False])
+def test_a_weight_that_is_used_twice_is_left_to_autograd(
+    fused: list[int], other_is_fused: bool
+) -> None:
     model: Any = narrow_model()
     model.model.layers[1].mlp = model.model.layers[0].mlp
+    if not other_is_fused:
+        model.model.layers[0].self_attn.register_forward_hook(lambda *_: None)
     rounded = Update(copy.deepcopy(model), by_products=False)
     update = Update(model, fails_at=2)
     assert not [name for name in update.added if "layers.0.mlp" in name]
