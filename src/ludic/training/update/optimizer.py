@@ -238,7 +238,9 @@ class MasterAdamW:
             _log.warning("out of memory in the optimizer: tried again with what is free")
         try:
             work()
-        except torch.OutOfMemoryError as exc:
+        except Exception as exc:
+            if not is_out_of_memory(exc):
+                raise
             raise OutOfMemoryError(
                 "out of memory in the optimizer, whose masters, moments and gradients take up to "
                 f"16 bytes for each trained parameter: {self.remedy}"
