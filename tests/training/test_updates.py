@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from ludic.inference.tiny import tiny_model
 from ludic.saw.items import SAWBatch
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.training.trainer import Trainer
+from ludic.training.types import LossBatch, LossStats, TokenLogProbs
 from tests.training.synthetic import (
     RecordingPublisher,
     SyntheticSource,
@@ -97,3 +99,35 @@ def test_one_update_needs_no_proximal_log_probs_and_two_do(tmp_path: Path, epoch
     algo = RLAlgorithm("mine", ConstantCredit(), loss)  # type: ignore[arg-type]
     train(synthetic_batch(0, 2), config(tmp_path, epochs=epochs), algo)
     assert {b.proximal_logprobs is None for _, b in loss.seen} == {epochs == 1}
+
+
+class Raising(Remembering):
+    """Raises at its second call."""
+
+    needs_logits = False
+
+    def compute(self, policy: TokenLogProbs, batch: LossBatch) -> tuple[Tensor, LossStats]:
+        if len(self.seen) == 1:
+            self.seen.append((policy, batch))
+            raise ValueError("no loss of this")
+        return super().compute(policy, batch)
+
+
+async def test_a_step_that_raised_halfway_leaves_no_gradient_to_the_next(tmp_path: Path) -> None:
+    norms = []
+    for number, loss in enumerate((Raising(), Remembering())):
+        source = SyntheticSource()
+        trainer = Trainer(
+            model=tiny_model(),
+            algo=RLAlgorithm("mine", ConstantCredit(), loss),  # type: ignore[arg-type]
+            batch_source=source,
+            cfg=config(tmp_path / str(number), micro_token_budget=64),
+        )
+        if isinstance(loss, Raising):
+            with pytest.raises(ValueError, match="no loss of this"):
+                await trainer.train_step()
+            assert len(loss.seen) == 2
+        source.count = 1
+        norms.append((await trainer.train_step())["train/grad_norm"])
+        trainer.close()
+    assert norms[0] == norms[1]

@@ -241,6 +241,7 @@ class Trainer:
         stats, stepped = StatBuffer(), False
         lines, skipped, work = list[Metrics](), list[Metrics](), list[Workload]()
         rate = learning_rate(self.cfg, self.step)
+        self.optimizer.zero_grad()  # a step that raised may have left half of a gradient
         scores = ScoreRecord(batch) if await self._logging_tokens() else None
         for number, part in enumerate(parts):
             clock.lap("perf/other_s")

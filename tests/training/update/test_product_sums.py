@@ -178,9 +178,14 @@ def test_a_weight_that_somebody_watches_is_left_to_autograd(fused: list[int], ki
     check_close(update.gradients, expected.gradients)
 
 
-def test_a_weight_that_is_used_twice_is_left_to_autograd(fused: list[int]) -> None:
+@pytest.mark.parametrize("other_is_fused", [True, False])
+def test_a_weight_that_is_used_twice_is_left_to_autograd(
+    fused: list[int], other_is_fused: bool
+) -> None:
     model: Any = narrow_model()
     model.model.layers[1].mlp = model.model.layers[0].mlp
+    if not other_is_fused:
+        model.model.layers[0].self_attn.register_forward_hook(lambda *_: None)
     rounded = Update(copy.deepcopy(model), by_products=False)
     update = Update(model, fails_at=2)
     assert not [name for name in update.added if "layers.0.mlp" in name]
@@ -204,3 +209,35 @@ def test_weights_of_others_and_float32_ones_are_left_to_autograd() -> None:
     assert sums(own.weight) is not None
     assert sums(wide.weight) is None
     assert sums(other.weight) is None
+
+
+def test_a_use_without_gradients_is_none() -> None:
+    weight = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([("w", weight)], TrainerConfig())
+    sums = optimizer.product_sums()
+    with torch.no_grad():  # as a loss may score another policy
+        assert sums(weight) is None
+    add = sums(weight)
+    assert add is not None
+    assert add(weight, weight, 0.5)
+    assert torch.equal(optimizer.gradients()[0], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("where", [None, "cpu"])
+@pytest.mark.parametrize(
+    ("first", "then"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_a_weight_whose_type_is_changed_later_keeps_its_gradient(
+    first: torch.dtype, then: torch.dtype, where: Any
+) -> None:
+    layer = nn.Linear(2, 2, bias=False, dtype=first)
+    optimizer = make_optimizer(layer.named_parameters(), TrainerConfig(optimizer_device=where))
+    layer.to(then)
+    for _ in range(2):
+        layer(torch.ones(1, 2, dtype=then)).sum().backward()
+        optimizer.accumulate()
+    assert optimizer.gradient_norm().item() == 4.0  # of four numbers that are 2 each
+    before = layer.weight.detach().clone()
+    optimizer.step(0.1)
+    assert (layer.weight < before).all()
+    assert optimizer.gradients() == []

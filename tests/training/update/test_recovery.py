@@ -268,6 +268,22 @@ def test_an_optimizer_without_memory_takes_the_same_step(
         stepped(3, 4)
 
 
+def test_gradients_that_the_optimizer_has_no_memory_for_are_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original, calls = MasterAdamW._move_gradients, list[int]()
+
+    def move(self: MasterAdamW) -> None:
+        calls.append(1)
+        if len(calls) in (2, 3):  # as a CPU says it
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        original(self)
+
+    monkeypatch.setattr(MasterAdamW, "_move_gradients", move)
+    with pytest.raises(OutOfMemoryError, match="out of memory in the optimizer"):
+        accumulated(torch.bfloat16)
+
+
 def trained(folder: Path, where: str | None, steps: int = 3, *calls: int) -> Trainer:
     trainer = Trainer(
         model=(model := tiny_model()),

@@ -48,6 +48,9 @@ def fused_forward(
     if _suits(hidden_states) and not args and kwargs.get("cu_seq_lens_q") is not None:
         parts = _Parts.of(layer, hidden_states)
     if parts is None:
+        if (sums := _sums.get()) is not None:
+            for parameter in layer.parameters():
+                sums(parameter)  # a use: another layer's products must not add to its gradient
         return own(layer, hidden_states, *args, **kwargs)
     return parts(hidden_states, **kwargs)
 

@@ -109,13 +109,14 @@ class MasterAdamW:
     def product_sums(self) -> ProductSums:
         """For one pass: lets products add to gradients in float32, where autograd would round each
         and add it later. Parameters that somebody watches are left to autograd, and so are those
-        that the pass uses twice: each must get its gradient all at once (`take_back`)."""
+        that the pass uses twice: each must get its gradient all at once (`take_back`). What is
+        computed without gradients does not count."""
         uses: Counter[str] = Counter()
 
         def of(parameter: Tensor) -> AddProduct | None:
             name = self._narrow.get(id(parameter))
             watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-            if name is None or watched:
+            if name is None or watched or not torch.is_grad_enabled():
                 return None
             uses[name] += 1
             return lambda a, b, scale: uses[name] == 1 and self._add_product(name, a, b, scale)
@@ -163,7 +164,7 @@ class MasterAdamW:
         """Drops what a backward pass that failed has left, and returns the parameters where that
         cannot be told from what they had: they have all of its gradient, the others none of it."""
         for name, parameter in self.parameters.items():
-            if name not in before or is_narrow(parameter):
+            if name not in before or id(parameter) in self._narrow:
                 parameter.grad = None
             if name not in before:
                 self._sums.pop(name, None)
@@ -175,7 +176,8 @@ class MasterAdamW:
 
     def _gradients(self) -> dict[str, Tensor]:
         grads = {
-            n: self._sums.get(n) if is_narrow(p) else p.grad for n, p in self.parameters.items()
+            n: self._sums.get(n) if id(p) in self._narrow else p.grad
+            for n, p in self.parameters.items()
         }
         return {name: gradient for name, gradient in grads.items() if gradient is not None}
 
@@ -236,7 +238,9 @@ class MasterAdamW:
             _log.warning("out of memory in the optimizer: tried again with what is free")
         try:
             work()
-        except torch.OutOfMemoryError as exc:
+        except Exception as exc:
+            if not is_out_of_memory(exc):
+                raise
             raise OutOfMemoryError(
                 "out of memory in the optimizer, whose masters, moments and gradients take up to "
                 f"16 bytes for each trained parameter: {self.remedy}"
