@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import unicodedata
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
@@ -33,7 +34,11 @@ def test_line_ends_of_other_systems_are_line_ends() -> None:
     assert visible("a\r\nb\rc") == "a\nb\\x0dc"
 
 
-def test_a_run_shows_words_of_environments_and_models_harmlessly() -> None:
+def test_a_run_shows_words_of_environments_and_models_harmlessly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # one that has colours
+    monkeypatch.delenv("NO_COLOR", raising=False)
     out = io.StringIO()
     console = PlainConsole(file=out, width=200, force_terminal=True)
     table = Table(HOSTILE)

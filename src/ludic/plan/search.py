@@ -9,7 +9,7 @@ from typing import Literal
 
 from ludic.errors import OutOfMemoryError
 from ludic.inference.vllm.memory import server_need
-from ludic.memory.plan import GIB, Plan, settled
+from ludic.memory.plan import GIB, Plan, settled, with_logits
 from ludic.plan.costs import Costs, passes_of
 from ludic.plan.simulation import simulate
 from ludic.plan.workload import Result, Setup, Workload
@@ -90,7 +90,9 @@ def trainer_plan(job: Job, ranks: int, *, samples: bool) -> Plan:
     """What each rank takes, by the sums that runs use."""
     how = replace(job.memory.training, ranks=ranks)
     plan = replace(job.memory, training=how, engine=job.memory.engine if samples else None)
-    return settled(plan, job.free, job.longest, tokens=job.budget, checkpointing=job.checkpointing)
+    recompute = job.checkpointing
+    plan = settled(plan, job.free, job.longest, tokens=job.budget, checkpointing=recompute)
+    return with_logits(plan, job.free, None if job.memory.training.keep_logits else 0)
 
 
 def taken_bytes(job: Job, plan: Plan, ranks: int) -> dict[str, int]:
