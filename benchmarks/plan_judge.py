@@ -237,7 +237,7 @@ def loop_row(name: str, facts: Mapping[str, Any]) -> Whole:
         ", ".join(filter(None, parts)),
         shape_named(name_of(str(model))),
         Adapter(int(rank)) if rank else None,
-        how,
+        {**how, "keeps_logits": True},
         facts["step_s"],
         facts["wait_s"],
         facts["train_s"],

@@ -163,13 +163,20 @@ def _fitted_host(profile: Profile, name: str, way: str, rows: Sequence[seen.Whol
 
 
 def memory_of(
-    shape: ModelShape, adapter: Adapter | None, slots: int, context: int, *, on_host: bool = False
+    shape: ModelShape,
+    adapter: Adapter | None,
+    slots: int,
+    context: int,
+    *,
+    on_host: bool = False,
+    keeps_logits: bool = False,
 ) -> Plan:
     training = Training(
         tokens=context,
         precision="bfloat16",
         adapter=adapter,
         optimizer_device="cpu" if on_host else "cuda",
+        keep_logits=context if keeps_logits else 0,
     )
     return Plan(shape, training, Engine(slots, context))
 
@@ -188,10 +195,11 @@ def job_of(profile: Profile, row: seen.Whole) -> Job:
         trained=how["trained"],
     )
     context = how["context"] or int(work.prompt + work.turns * (lengths.most + work.observation))
+    held = {name: how[name] for name in ("on_host", "keeps_logits")}
     return Job(
         costs=Costs(profile, row.shape, row.adapter),
         workload=work,
-        memory=memory_of(row.shape, row.adapter, how["slots"], context, on_host=how["on_host"]),
+        memory=memory_of(row.shape, row.adapter, how["slots"], context, **held),
         longest=context,
         budget=how["budget"],
         slots=how["slots"],

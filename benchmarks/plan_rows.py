@@ -106,8 +106,9 @@ USUAL: dict[str, Any] = {
     **{"episodes": 128, "group": 8, "mean": 309, "most": 512, "spread": 0.5, "seen": ()},
     **{"prompt": 150, "slots": 128, "hosts": 1, "mode": "sync", "turns": 1, "context": None},
     **{"threaded": True, "writes": True, "trained": 1.0, "budget": None, "on_host": False},
+    "keeps_logits": False,
 }
-"""One process on one GPU, 128 episodes of GSM8K in groups of 8."""
+"""One process on one GPU, 128 episodes of GSM8K in groups of 8. Logits have been kept only since."""
 SUMS: dict[str, Any] = {
     **{"episodes": 512, "group": 16, "mean": 12, "most": 24, "prompt": 60, "slots": 512},
     "threaded": False,
