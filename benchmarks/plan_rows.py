@@ -108,7 +108,7 @@ USUAL: dict[str, Any] = {
     **{"threaded": True, "writes": True, "trained": 1.0, "budget": None, "on_host": False},
     "keeps_logits": False,
 }
-"""One process on one GPU, 128 episodes of GSM8K in groups of 8. Logits have been kept only since."""
+"""One process on one GPU, 128 episodes of GSM8K in groups of 8, before runs kept logits."""
 SUMS: dict[str, Any] = {
     **{"episodes": 512, "group": 16, "mean": 12, "most": 24, "prompt": 60, "slots": 512},
     "threaded": False,
