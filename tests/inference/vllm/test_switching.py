@@ -52,6 +52,8 @@ class Engine:
         self.steps.append(("canary", prompt["prompt_token_ids"], params, priority))
         rows = [None, {5: SimpleNamespace(logprob=-0.5)}, {6: SimpleNamespace(logprob=-1.5)}]
         outputs = asyncio.Queue[Any]()
+        if self.fails == "scores":
+            return outputs
         outputs.put_nowait(SimpleNamespace(finished=False, prompt_logprobs=None))
         outputs.put_nowait(SimpleNamespace(finished=True, prompt_logprobs=rows))
         return outputs
@@ -127,6 +129,18 @@ async def test_a_server_that_refuses_the_canary_serves_on_and_says_that_it_has_n
     status, _ = await asked(engine, "POST", b'{"canary": [4, 5, 6]}', route=route)
     assert (status, engine.steps[-1]) == (200, "resume")
     assert await asked(engine, "GET", path=CANARY, route=route) == (200, {"scores": None})
+
+
+@pytest.mark.usefixtures("sampling")
+async def test_a_canary_that_is_never_scored_is_given_up_with_the_publish() -> None:
+    engine, route = Engine(fails="scores"), SwitchRoute(never)
+    with virtual_time():
+        await asked(engine, "POST", b'{"canary": [4, 5, 6], "timeout_s": 30}', route=route)
+        given_up = asyncio.create_task(asked(engine, "GET", path=CANARY, route=route))
+        await asyncio.sleep(1)
+        given_up.cancel()
+        answer = await asked(engine, "GET", path=CANARY, route=route)
+    assert answer == (200, {"scores": None}), "and one who gave up took nothing away"
 
 
 async def test_a_server_without_versions_is_told_none() -> None:

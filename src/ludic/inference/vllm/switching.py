@@ -39,11 +39,12 @@ class SwitchRoute:
             return
         status, answer = 200, dict[str, Any]()
         if scope["path"] == CANARY:
-            answer["scores"] = None if self._scoring is None else await self._scoring
+            scoring = self._scoring
+            answer["scores"] = None if scoring is None else await asyncio.shield(scoring)
         elif scope["method"] == "POST":
             try:
-                asked = json.loads(await _body(receive) or b"{}")
-                async with asyncio.timeout(float(asked.get("timeout_s", 120.0))):
+                asked = {"timeout_s": 120.0, **json.loads(await _body(receive) or b"{}")}
+                async with asyncio.timeout(float(asked["timeout_s"])):
                     answer = await self._switch(scope["app"].state.engine_client, asked)
             except Exception as exc:
                 status, answer = 500, {"error": {"message": f"{type(exc).__name__}: {exc}"}}
@@ -65,14 +66,16 @@ class SwitchRoute:
             await engine.finish_weight_update(*([] if named is None else [str(named)]))
         with _timed("resume", seconds):
             if canary := asked.get("canary"):
-                self._scoring = await _begin_scoring(engine, canary)
+                self._scoring = await _begin_scoring(engine, canary, float(asked["timeout_s"]))
             await engine.resume_generation()
         return {"seconds": seconds, "stall_s": time.perf_counter() - began}
 
 
-async def _begin_scoring(engine: Any, tokens: list[int]) -> asyncio.Future[list[float] | None]:
+async def _begin_scoring(
+    engine: Any, tokens: list[int], limit_s: float
+) -> asyncio.Future[list[float] | None]:
     """The engine has the canary when this returns, and computes it first when it samples again.
-    Where it does not, the trainer asks in another way, and hears why."""
+    Where it does not, or not in time, the trainer asks in another way, and hears why."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -83,9 +86,10 @@ async def _begin_scoring(engine: Any, tokens: list[int]) -> asyncio.Future[list[
 
     async def scores() -> list[float] | None:
         with suppress(Exception):
-            output = await collector.get()
-            while not output.finished:
+            async with asyncio.timeout(limit_s):
                 output = await collector.get()
+                while not output.finished:
+                    output = await collector.get()
             pairs = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
             return [float(row[token].logprob) for token, row in pairs]
         return None
