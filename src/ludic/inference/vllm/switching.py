@@ -10,6 +10,7 @@ the requests that were held up, which are computed anew from their first token.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
@@ -25,12 +26,19 @@ CANARY = "/ludic/canary"
 
 App = Callable[..., Awaitable[Any]]
 
+_YOUNG = 200_000
+"""So many objects more than were freed before the young ones are looked through; Python's own
+figure is 700."""
+
 
 class SwitchRoute:
     """ASGI middleware that vLLM loads by name (`--middleware`)."""
 
     def __init__(self, app: App) -> None:
         self._app = app
+        # The answers of many requests are hundreds of thousands of objects, and while a collection
+        # looks through them (for up to 0.3 s), the server hears nobody.
+        gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
         self._scoring: asyncio.Future[list[float] | None] | None = None
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: App, send: App) -> None:
