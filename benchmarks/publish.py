@@ -58,6 +58,7 @@ from ludic.pipeline.store import Store
 from ludic.pipeline.weights_difference import DifferenceServer
 from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.plumbing.cuda_streams import wait_for
+from ludic.runs.interruption import rare_collections
 from ludic.sharding.weights import ModelWeights
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -400,10 +401,11 @@ def main() -> int:
         "tcp": lambda: tcp(policy, args),
         "vllm": lambda: vllm(policy, args),
     }
-    for name, measure in ways.items():
-        if args.only in (None, name):
-            figures[name] = {"full": None, "difference": None, **measure()}
-            say(f"{name}: {json.dumps(figures[name])}")
+    with rare_collections():  # as a run has them
+        for name, measure in ways.items():
+            if args.only in (None, name):
+                figures[name] = {"full": None, "difference": None, **measure()}
+                say(f"{name}: {json.dumps(figures[name])}")
     print(json.dumps(figures))
     return 0
 
