@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,17 +30,6 @@ def test_a_tensor_of_another_shape_than_annotated_is_an_error() -> None:
         sequence_sum(torch.ones(3), ids[:2], 2)
     with pytest.raises(TypeError):
         sequence_sum(torch.ones(3, dtype=torch.int64), ids, 2)
-
-
-def test_every_module_that_names_shapes_is_checked(repo_root: Path) -> None:
-    source = repo_root / "src"
-    naming = {
-        ".".join(path.relative_to(source).with_suffix("").parts)
-        for path in source.rglob("*.py")
-        if re.search(r"(Float|Int|Bool)\[Tensor", path.read_text())
-    }
-    assert naming
-    assert all(name.startswith(shapes.CHECKED) for name in naming), naming
 
 
 def test_results_unions_and_tuples_are_looked_at_too() -> None:

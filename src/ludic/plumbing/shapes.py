@@ -16,12 +16,8 @@ from ludic.errors import ConfigError
 F = TypeVar("F", bound=Callable[..., Any])
 
 SETTING = "LUDIC_CHECK_SHAPES"
-_OF_AN_UPDATE = ("dense_attention", "logprobs", "optimizer", "packing", "policy")
-CHECKED = (
-    *("ludic.training.losses", "ludic.training.types"),
-    *(f"ludic.training.update.{name}" for name in _OF_AN_UPDATE),
-)
-"""The modules whose functions name shapes. A Triton kernel could not call another one from here."""
+CHECKED = tuple(f"ludic.training.{name}" for name in ("algorithms", "losses", "types", "update"))
+"""The modules whose functions take tensors."""
 
 
 def check_shapes() -> None:

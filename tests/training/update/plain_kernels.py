@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-
-class LowRank(NamedTuple):
-    rows: Tensor
-    columns: Tensor
-    scale: float
-
-
-def plus(matrix: Tensor, low_rank: LowRank | None) -> Tensor:
-    if low_rank is None:
-        return matrix
-    return matrix + low_rank.scale * low_rank.rows @ low_rank.columns.t()
 
 
 def norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,21 +24,11 @@ def norm_gradient(
     return (result if through is None else result + through).to(x.dtype), for_weight
 
 
-def gated(
-    gate: Tensor, up: Tensor, to_gate: LowRank | None = None, to_up: LowRank | None = None
-) -> Tensor:
-    return F.silu(plus(gate, to_gate)) * plus(up, to_up)
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
-def gated_gradient(
-    gate: Tensor,
-    up: Tensor,
-    grad: Tensor,
-    to_gate: LowRank | None = None,
-    to_up: LowRank | None = None,
-    to_grad: LowRank | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    gate, up, grad = plus(gate, to_gate), plus(up, to_up), plus(grad, to_grad)
+def gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     share = torch.sigmoid(gate)
     silu = gate * share
     return silu * up, grad * up * (share + silu * (1 - share)), grad * silu

@@ -18,7 +18,7 @@ ROWS, VOCAB = 5, 37
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     import triton
 
-    from ludic.training.update import head_kernels as kernels
+    from ludic.training.update import kernels
 
     if not triton.knobs.runtime.interpret:
         pytest.skip("these tests are for Triton's interpreter; `tests/gpu` has those for a GPU")

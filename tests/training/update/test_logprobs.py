@@ -219,8 +219,7 @@ class OnAGPU:
 
 
 def test_the_settings_say_what_works_on_logits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ludic.training.update import head_kernels as kernels
-    from ludic.training.update import logprobs
+    from ludic.training.update import kernels, logprobs
 
     def chosen(scales: Any, how: Any) -> Any:
         return logprobs._kernel(logprobs._reduce, scales, how)
@@ -243,8 +242,7 @@ def test_the_settings_say_what_works_on_logits_on_a_gpu(monkeypatch: pytest.Monk
 def test_where_a_kernel_cannot_be_compiled_plain_torch_is_used_with_a_word(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from ludic.training.update import head_kernels as kernels
-    from ludic.training.update import logprobs
+    from ludic.training.update import kernels, logprobs
 
     works = logprobs.triton_works.__wrapped__
     monkeypatch.setattr(kernels, "reduce", lambda *args: None)

@@ -4,7 +4,7 @@ passes over memory, and fewer tensors kept for the backward pass.
 Products go through `_Products` and `_GatedMLP`, which add what several of them give to one gradient
 inside the products themselves, compute a LoRA layer's low-rank products with those of the layer
 that they belong to, and keep nothing for weights that are frozen. In `adding_to` they also add
-weights' gradients to the optimizer's, in float32. What lies between is Triton's (`layer_kernels`).
+weights' gradients to the optimizer's, in float32. What lies between is Triton's (`kernels`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,6 @@ from torch.autograd.function import once_differentiable
 from ludic.plumbing.llama_layers import Projection, attention_window, norm_epsilon, projection
 from ludic.training.update.logprobs import triton_works
 from ludic.training.update.optimizer import AddProduct, ProductSums
-
-if TYPE_CHECKING:
-    from ludic.training.update.layer_kernels import LowRank
 
 _sums: ContextVar[ProductSums | None] = ContextVar("ludic_product_sums", default=None)
 _PARTS = 4
@@ -155,11 +152,7 @@ def _products(x: Tensor, *projections: Projection) -> tuple[Tensor, ...]:
 
 
 def _multiply(
-    x: Tensor,
-    tensors: Sequence[Tensor | None],
-    scales: Sequence[float],
-    *,
-    add_adapters: bool = True,
+    x: Tensor, tensors: Sequence[Tensor | None], scales: Sequence[float]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """x through each projection, and through each adapter's first half."""
     results, lows = [], []
@@ -169,8 +162,7 @@ def _multiply(
         result, low = F.linear(x, weight, bias), None
         if down is not None and up is not None:
             low = x @ down.t()
-            if add_adapters:
-                result.addmm_(low, up.t(), alpha=scale)
+            result.addmm_(low, up.t(), alpha=scale)
         results.append(result)
         lows.append(low)
     return results, lows
@@ -253,22 +245,9 @@ class _Products(torch.autograd.Function):
         return for_x, None, None, *for_tensors
 
 
-def _low_ranks(
-    lows: Sequence[Tensor | None], tensors: Sequence[Tensor | None], scales: Sequence[float]
-) -> list[LowRank | None]:
-    """What the adapters add to each projection, for a kernel that reads it in any case: a product
-    of so short a sum is bound by reading and writing the whole result once more."""
-    ups = tensors[_PARTS - 1 :: _PARTS]
-    return [
-        None if low is None or up is None else _kernels().LowRank(low, up, scale)
-        for low, up, scale in zip(lows, ups, scales, strict=True)
-    ]
-
-
 class _GatedMLP(torch.autograd.Function):
     """down(silu(gate(x)) * up(x)). What goes into `down` is computed again in the backward pass:
-    reading gate and up gives it with their gradients, and it is the largest tensor of a layer.
-    Gate and up are kept without what adapters add to them."""
+    reading gate and up gives it with their gradients, and it is the largest tensor of a layer."""
 
     @staticmethod
     def forward(
@@ -278,12 +257,11 @@ class _GatedMLP(torch.autograd.Function):
         adds: list[AddProduct | None],
         *tensors: Tensor | None,
     ) -> Tensor:
-        first_two = tensors[: 2 * _PARTS]
-        (gate, up), lows = _multiply(x, first_two, scales[:2], add_adapters=False)
-        inner = _kernels().gated(gate, up, *_low_ranks(lows, first_two, scales[:2]))
+        (gate, up), lows = _multiply(x, tensors[: 2 * _PARTS], scales[:2])
+        inner = _kernels().gated(gate, up)
         (result,), more = _multiply(inner, tensors[2 * _PARTS :], scales[2:])
         ctx.scales, ctx.adds = scales, adds
-        reads_x = _reads_input(first_two)
+        reads_x = _reads_input(tensors[: 2 * _PARTS])
         ctx.save_for_backward(x if reads_x else None, gate, up, *lows, *more, *tensors)
         return result
 
@@ -296,11 +274,10 @@ class _GatedMLP(torch.autograd.Function):
         grad = grad.contiguous()
         # `inner` is needed for the gradients of `down` alone, but comes with the others.
         weight, _, down, low_up = tensors[2 * _PARTS :]
-        added = _low_ranks(lows[:2], tensors[: 2 * _PARTS], scales[:2])
-        added.append(
-            None if down is None else _kernels().LowRank(grad @ low_up, down.t(), scales[2])
-        )
-        inner, for_gate, for_up = _kernels().gated_gradient(gate, up, grad @ weight, *added)
+        for_inner = grad @ weight
+        if down is not None:
+            for_inner.addmm_((grad @ low_up).mul_(scales[2]), down)
+        inner, for_gate, for_up = _kernels().gated_gradient(gate, up, for_inner)
         down_only = slice(2 * _PARTS, None)
         _, of_down = _multiply_back(
             [grad],
@@ -359,6 +336,6 @@ class _Rotated(torch.autograd.Function):
 
 def _kernels() -> Any:
     """Imported when a layer is fused: elsewhere there may be no Triton."""
-    from ludic.training.update import layer_kernels
+    from ludic.training.update import kernels
 
-    return layer_kernels
+    return kernels

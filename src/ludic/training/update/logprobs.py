@@ -167,7 +167,7 @@ def _kernel(plain: Callable[..., Any], scales: Tensor, how: HeadKernels) -> Call
     if how == "compiled":
         return _fused(plain)
     if how == "triton" or triton_works(scales.device):
-        from ludic.training.update import head_kernels as kernels
+        from ludic.training.update import kernels
 
         return getattr(kernels, plain.__name__[1:])  # type: ignore[no-any-return]
     return plain
@@ -177,7 +177,7 @@ def _kernel(plain: Callable[..., Any], scales: Tensor, how: HeadKernels) -> Call
 def triton_works(device: torch.device) -> bool:
     """Whether a kernel can be compiled here: Triton needs a C compiler, which not all have."""
     try:
-        from ludic.training.update import head_kernels as kernels
+        from ludic.training.update import kernels
 
         one = torch.ones(1, device=device)
         kernels.reduce(one[None], one, None, torch.zeros_like(one, dtype=torch.long), False)
