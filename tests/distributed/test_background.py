@@ -122,7 +122,11 @@ async def test_weights_on_the_host_are_copied_behind_the_trainer_and_before_they
     assert torch.equal(gate.got[1]["a"], before)
 
 
-async def test_the_canary_is_scored_behind_the_trainer_and_before_the_weights_change() -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+async def test_the_canary_is_scored_behind_the_trainer_and_before_the_weights_change(
+    on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ludic.distributed.background._is_on_host", lambda weights: on_host)
     scoring, scored = asyncio.Event(), asyncio.Event()
 
     class Scoring(Gate):
@@ -135,6 +139,7 @@ async def test_the_canary_is_scored_behind_the_trainer_and_before_the_weights_ch
     weights = Blocked()
     weights.read.set()
     await publisher.publish(weights, 1)  # which returns, though nothing is scored yet
+    assert on_host or weights.reading.is_set()  # those on a GPU are copied
     await asyncio.wait_for(scoring.wait(), 60)
 
     async def step() -> None:

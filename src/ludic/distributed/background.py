@@ -73,9 +73,9 @@ class BackgroundPublisher(PolicyPublisher):
         beside: a sampler that shares the trainer's own tensors, and hears of a version at once.
         timeout_s: the deadline of one publish, where `inner` has none of its own.
         held: whether whoever changes the weights holds `updating` meanwhile, as the trainer does.
-            Weights in the host's memory are then copied behind `publish`, and read, and `updating`
-            waits for that. (Those on a GPU are copied at once: it takes a moment, and the stream is
-            shared.)
+            The model is then read behind `publish`, and weights in the host's memory are copied
+            there, too; `updating` waits for both. (Those on a GPU are copied at once: it takes a
+            moment, and the stream is shared.)
     """
 
     def __init__(
@@ -127,8 +127,7 @@ class BackgroundPublisher(PolicyPublisher):
         )
         reading = asyncio.create_task(self.inner.read_model(weights, version))
         self._copying = asyncio.create_task(asyncio.wait({taking, reading}))
-        waits = not (self.held and _is_on_host(weights))
-        if waits:
+        if not (self.held and _is_on_host(weights)):
             await asyncio.shield(taking)  # who is cancelled does not stop the thread
         self.check()
         if self.beside is not None:
@@ -137,7 +136,7 @@ class BackgroundPublisher(PolicyPublisher):
         self._next = (buffer, taking, reading, version)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._send(), name="ludic-publish")
-        if waits:
+        if not self.held:
             await asyncio.shield(reading)  # the copy is on its way already
         size = _size(taking.result()) if taking.done() and not taking.exception() else 0
         last, seconds = self.last, time.perf_counter() - began

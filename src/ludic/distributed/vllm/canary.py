@@ -13,6 +13,7 @@ from torch import nn
 
 from ludic.distributed.interfaces import WeightsOfModel
 from ludic.inference.local.copies import shared_copy
+from ludic.plumbing.cuda_streams import aside, wait_for
 from ludic.plumbing.model_parts import base_causal_lm, vocabulary_size
 
 Scores = tuple[tuple[int, ...], list[float]]
@@ -70,14 +71,17 @@ class Canary:
     async def take(self, model: nn.Module, version: int) -> None:
         """Scores the prompt now, for a publish of `version` that may have begun already; when this
         returns, the weights may change. Other module objects around the same parameters do it, so
-        that the model keeps its mode, and the trainer may compute with it meanwhile. They are made
-        the first time, when nobody computes: later, its adapter may be switched off for a
-        moment."""
+        that the model keeps its mode, and the trainer may compute with it meanwhile; on a GPU, in
+        another stream than this. They are made the first time, when nobody computes: later, its
+        adapter may be switched off for a moment."""
 
         def score() -> Scores:
+            parameters = list(model.parameters())
+            wait_for(parameters)
             if self._beside is None or self._beside[0] is not model:
                 self._beside = model, shared_copy(base_causal_lm(model), lambda config: None).eval()
-            return self._score(self._beside[1])
+            with aside(parameters):
+                return self._score(self._beside[1])
 
         self._taken = {v: s for v, s in self._taken.items() if v >= version - 1}
         self._taken[version] = scoring = asyncio.create_task(asyncio.to_thread(score))
