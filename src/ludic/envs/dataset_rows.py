@@ -64,14 +64,25 @@ class DatasetEnv(SingleAgentEnv):
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"{type(self).__name__}(limit={self.limit}): must be at least 1")
-        self._task_key: str | None = None
 
     @cached_property
     def data(self) -> DatasetRows:
-        """The rows, which are loaded when they are first needed."""
-        return load_rows(
-            rows=self.rows, path=self.path, hub=self.hub, config=self.config, split=self.split
-        )
+        """The rows of exactly one of the three sources, loaded when they are first needed."""
+        given = [name for name in ("rows", "path", "hub") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"a dataset comes from one of rows, path or hub; given: {given or 'none of them'}"
+            )
+        if self.rows is not None:
+            dataset = DatasetRows("rows", self.rows)
+        elif self.hub is not None:
+            with _loading:
+                dataset = _from_hub(self.hub, self.config, self.split)
+        else:
+            dataset = _from_file(str(self.path))
+        if not len(dataset.rows):
+            raise ConfigError(f"the dataset {dataset.name!r} has no rows")
+        return dataset
 
     def num_rows(self) -> int:
         """How many rows there are to choose from. Loads the data if that is still to be done."""
@@ -79,35 +90,6 @@ class DatasetEnv(SingleAgentEnv):
 
     def suggested_sysprompt(self, agent_id: str) -> str | None:
         return self.default_system_prompt if self.system_prompt is None else self.system_prompt
-
-    def task_key(self) -> str | None:
-        return self._task_key
-
-
-def load_rows(
-    *,
-    rows: Sequence[Row] | None = None,
-    path: str | None = None,
-    hub: str | None = None,
-    config: str | None = None,
-    split: str = "train",
-) -> DatasetRows:
-    """The rows of exactly one of the three sources."""
-    given = [name for name, v in (("rows", rows), ("path", path), ("hub", hub)) if v is not None]
-    if len(given) != 1:
-        raise ConfigError(
-            f"a dataset comes from one of rows, path or hub; given: {given or 'none of them'}"
-        )
-    if rows is not None:
-        dataset = DatasetRows("rows", rows)
-    elif hub is not None:
-        with _loading:
-            dataset = _from_hub(hub, config, split)
-    else:
-        dataset = _from_file(str(path))
-    if not len(dataset.rows):
-        raise ConfigError(f"the dataset {dataset.name!r} has no rows")
-    return dataset
 
 
 _loading = threading.Lock()
