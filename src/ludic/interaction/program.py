@@ -9,13 +9,12 @@ from ludic.agents.base_agent import ActResult
 from ludic.agents.programs.agent import ProgramAgent, ProgramResult
 from ludic.errors import ConfigError
 from ludic.interaction.base import Runtime
-from ludic.interaction.collector import AgentTrack
-from ludic.interaction.episode import Episode, Openings, begin_agent, opening_of
+from ludic.interaction.episode import Episode, begin_agent, opening_of
 from ludic.interaction.factories import build_agent
-from ludic.interaction.single_agent import SingleAgentSyncProtocol, only_role, play_alone
+from ludic.interaction.single_agent import SingleAgentSyncProtocol, only_role
 from ludic.rewards import Attempt, RewardSum
 from ludic.rewards.functions import Rewards, score
-from ludic.types import AgentID, Info, Message, StepOutcome, TruncationReason
+from ludic.types import Info, Message, StepOutcome, TruncationReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +50,15 @@ class ProgramProtocol(SingleAgentSyncProtocol):
             raise ConfigError(f"a program is played by a ProgramAgent, not {agent!r}")
 
     async def _play(self, episode: Episode) -> None:
+        if self.reward is None:
+            await super()._play(episode)
+        else:
+            await self._play_once(episode, self.reward)
+
+    async def _play_once(self, episode: Episode, reward: RewardSum) -> None:
         openings = await episode.reset()
         role = only_role(episode)
         track = episode.open_track(role)
-        if self.reward is None:
-            await play_alone(self.agent, track, episode, role, openings)
-        else:
-            await self._play_once(track, episode, role, openings, self.reward)
-
-    async def _play_once(
-        self,
-        track: AgentTrack,
-        episode: Episode,
-        role: AgentID,
-        openings: Openings,
-        reward: RewardSum,
-    ) -> None:
         begin_agent(self.agent, episode, track, role, openings)
         try:
             result = await self.agent.run_program()
