@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -21,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ludic.distributed.addresses import is_loopback, own_address
-from ludic.distributed.shared_folders import OwnedFolder
 from ludic.distributed.vllm.ipc_handles import Exports
 from ludic.distributed.vllm.placement import (
     Choice,
@@ -129,10 +129,16 @@ class SharedMemoryPlane(DataPlane):
     name = "shared_memory"
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
-        if isinstance(weights, SharedWeights):  # they are in such a file already
-            return Shipment({"plane": "shared_memory", "path": str(weights.path)})
-        path, folder = write_shared(weights)
-        return Shipment({"plane": "shared_memory", "path": str(path)}, close=folder.close)
+        path, remove = _file_with(weights)
+        return Shipment({"plane": "shared_memory", "path": str(path)}, close=remove)
+
+
+def _file_with(weights: Mapping[str, Tensor]) -> tuple[Path, Callable[[], object]]:
+    """A file in shared memory that has the weights, and what removes it after the publish."""
+    if isinstance(weights, SharedWeights):  # which are in such a file already
+        return weights.path, bool
+    path, folder = write_shared(weights)
+    return path, folder.close
 
 
 class HTTPPlane(DataPlane):
@@ -155,21 +161,16 @@ class HTTPPlane(DataPlane):
         return "" if self._server is None else self._server.url
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
-        folder: OwnedFolder | None
         if self._server is None:
             self._server = PolicyServer(secrets.token_hex(32), self.host, self.port or 0)
             weakref.finalize(self, self._server.close)
         server = self._server
-        if isinstance(weights, SharedWeights):
-            path, folder = weights.path, None
-        else:
-            path, folder = write_shared(weights)
+        path, remove = _file_with(weights)
         source = server.offer(path)
 
         def close() -> None:
             server.withdraw(source["checksum"])
-            if folder is not None:
-                folder.close()
+            remove()
 
         source["timeout_s"] = self.timeout_s
         return Shipment({"plane": "http", "source": source}, close=close)
