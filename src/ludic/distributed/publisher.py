@@ -21,7 +21,7 @@ from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Snapsho
 from ludic.distributed.vllm.adapter_payload import AdapterPayload
 from ludic.distributed.vllm.adapter_weights import AdapterWeights
 from ludic.distributed.vllm.canary import Canary, MismatchBudget
-from ludic.distributed.vllm.delivery import Job, Payload, PublishTimes, ServersAwayError
+from ludic.distributed.vllm.delivery import Job, Payload, PublishTimes, ServersAwayError, now
 from ludic.distributed.vllm.placement import Choice, PlaneName
 from ludic.distributed.vllm.planes import DataPlane, IPCPlane, check_plane, open_plane
 from ludic.distributed.vllm.weights_payload import WeightsPayload
@@ -95,10 +95,10 @@ class ServerPublisher(PolicyPublisher):
         """
         # First of all: while this waits, scores of newer versions may take the place of these.
         canary, tries = self._canary.at(version), TRIES
-        ends_at = _now() + self.timeout_s + (self.servers_s if self.before else 0.0)
+        ends_at = now() + self.timeout_s + (self.servers_s if self.before else 0.0)
         while True:
             if self.before is not None:
-                limit_s = min(self.servers_s, ends_at - _now())
+                limit_s = min(self.servers_s, ends_at - now())
                 async with within(limit_s, "a server that answers", self._states):
                     await self.before()
             try:
@@ -108,7 +108,7 @@ class ServerPublisher(PolicyPublisher):
                 # in the time that is left.
                 tries -= 1
                 again = self.before is not None and isinstance(weights, Snapshot)
-                if not again or not tries or _now() >= ends_at or self.client.in_rotation():
+                if not again or not tries or now() >= ends_at or self.client.in_rotation():
                     raise
 
     @property
@@ -120,7 +120,7 @@ class ServerPublisher(PolicyPublisher):
     async def _take_turn(
         self, weights: Weights, version: int, canary: Canary, ends_at: float
     ) -> PublishReport:
-        limit_s = min(self.timeout_s, ends_at - _now())
+        limit_s = min(self.timeout_s, ends_at - now())
         async with self.turn(f"the publish of version {version}", limit_s) as deadline:
             if self.version is not None and version < self.version:
                 raise PublishError(
@@ -216,10 +216,6 @@ class ServerPublisher(PolicyPublisher):
             f"version {version} was not published: {exc}. The servers go on with the versions "
             f"before: {serving or 'none'}" + (f"; out of rotation: {gone}" if gone else "")
         )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 class BroadcastPolicyPublisher(ServerPublisher):

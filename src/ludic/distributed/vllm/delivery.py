@@ -133,7 +133,7 @@ class ServerUpdate(ABC):
         and for nobody else."""
         if self.lost:
             return
-        self._asked = (what, _now()) if asks else None
+        self._asked = (what, now()) if asks else None
         try:
             with self.times.timed(name):
                 await work()
@@ -158,8 +158,8 @@ class ServerUpdate(ABC):
         if not isinstance(exc, UnreachableError) or (exc.status or 500) < 500:
             return False
         limit_s = min(HEALTHY_S, self.patience_s / 2)  # the last question may take as long again
-        ends_at = _now() + limit_s
-        while exc.status is not None and _now() < ends_at:
+        ends_at = now() + limit_s
+        while exc.status is not None and now() < ends_at:
             if await self._illness(limit_s) is not None:
                 return True
             await asyncio.sleep(limit_s / 5)
@@ -211,7 +211,7 @@ class ServerUpdate(ABC):
         if self._asked is None or self.lost:
             return
         what, since = self._asked
-        waited = _now() - since
+        waited = now() - since
         if waited >= self.patience_s:
             self.lose(f"it was to {what}, and had not answered after {waited:.3g} s", away=True)
 
@@ -253,7 +253,8 @@ class ServerUpdate(ABC):
         return list((await self.ask("/collective_rpc", body, seconds))["results"])
 
 
-def _now() -> float:
+def now() -> float:
+    """The time by the clock of the event loop."""
     return asyncio.get_running_loop().time()
 
 

@@ -16,7 +16,7 @@ from ludic.distributed.interfaces import Snapshot, Weights, named_tensors
 from ludic.distributed.vllm.canary import Scores, differences
 from ludic.distributed.vllm.checksums import receipt, refuse_not_finite
 from ludic.distributed.vllm.confirmed import Confirmed
-from ludic.distributed.vllm.delivery import Delivery, Job, Payload, together
+from ludic.distributed.vllm.delivery import Delivery, Job, Payload, now, together
 from ludic.distributed.vllm.planes import DataPlane, Shipment
 from ludic.distributed.vllm.shared_memory import SharedWeights
 from ludic.distributed.vllm.weights_server import WeightsServer
@@ -101,7 +101,7 @@ class WeightsDelivery(Delivery[WeightsServer]):
         """Past this point a server that fails may have any weights: it is out of rotation."""
         version = self.job.version
         # Less a margin: a server must not go over when nobody waits for it any more.
-        limit_s = max((self.job.ends_at - asyncio.get_running_loop().time()) * 0.9, 0.0)
+        limit_s = max((self.job.ends_at - now()) * 0.9, 0.0)
         canary = None if self._scores is None else self._scores[0]
         finishing = (s.finish(version, limit_s, canary) for s in self.servers)
         applying = asyncio.ensure_future(together(finishing))
