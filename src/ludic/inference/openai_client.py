@@ -15,6 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from msgspec.structs import asdict
+
 from ludic.errors import ConfigError, InferenceError, NotTrainableError, RequestRejectedError
 from ludic.inference.addresses import split_user, without_user
 from ludic.inference.client import TokenCompletionRequest, completion_room
@@ -33,21 +35,18 @@ _FINISH_REASONS = {
 
 _POLICY = ("presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty")
 _OF_VLLM = ("top_k", "min_p", "repetition_penalty", "stop_token_ids")
-# The value at which a setting does nothing.
-_OFF: dict[str, Any] = {
-    **{"max_tokens": None, "seed": None, "stop": [], "stop_token_ids": []},
-    **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
-    **{"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
-}
+_ALWAYS = ("temperature", "top_p")
+_OFF = SamplingConfig()
+"""The values at which settings do nothing."""
 
 
 def sampling_body(sampling: SamplingConfig, dialect: Literal["openai", "vllm"]) -> dict[str, Any]:
     """The sampling settings as entries of a request's body; what is off is left out, but for what
     vLLM would then take from the model's own generation settings. Raises `RequestRejectedError`
     for a setting that the dialect has no word for."""
-    values = {name: getattr(sampling, name) for name in ("temperature", "top_p", *_OFF)}
-    values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
-    asked = {n: v for n, v in values.items() if n not in _OFF or v != _OFF[n]}
+    given = asdict(sampling)
+    values = {n: list(v) if isinstance(v, tuple) else v for n, v in given.items()}
+    asked = {n: v for n, v in values.items() if n in _ALWAYS or given[n] != getattr(_OFF, n)}
     if dialect == "openai":
         if unknown := [name for name in _OF_VLLM if name in asked]:
             raise RequestRejectedError(
