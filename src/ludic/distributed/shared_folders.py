@@ -46,7 +46,7 @@ class OwnedFolder:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Under this name others look whether it is abandoned: not before it is locked.
         self.path = made.rename(self.parent / name)
-        self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+        self._end = weakref.finalize(self, _let_go, self.path, lock, os.getpid())
 
     def close(self) -> None:
         """Removes the folder and what is in it."""
@@ -136,11 +136,16 @@ def _remove_abandoned(parent: Path, but: Path | None = None) -> None:
             continue
         except OSError:  # another user's
             continue
-        with suppress(OSError):  # it is kept, or gone
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), (path / _LOCK).stat()):
-                _remove_folder(path)
-        os.close(lock)
+        _remove_unless_held(path, lock)
+
+
+def _remove_unless_held(path: Path, lock: int) -> None:
+    """Removes the folder if nobody but us has its lock, which is closed."""
+    with suppress(OSError):  # others hold it, or it is gone
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), (path / _LOCK).stat()):  # else it is another's
+            _remove_folder(path)
+    os.close(lock)
 
 
 def _remove_folder(path: Path) -> None:
@@ -173,16 +178,6 @@ def is_abandoned(path: Path) -> bool:
     return True
 
 
-def _remove(path: Path, lock: int, owner: int) -> None:
-    if os.getpid() == owner:  # else a fork of the owner ends
-        _remove_folder(path)
-        os.close(lock)
-
-
 def _let_go(path: Path, lock: int, owner: int) -> None:
     if os.getpid() == owner:  # else a fork of a holder ends
-        with suppress(OSError):  # others hold it
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), (path / _LOCK).stat()):  # else it is another's
-                _remove_folder(path)
-        os.close(lock)
+        _remove_unless_held(path, lock)
