@@ -25,6 +25,7 @@ from ludic.agents.tools import Tool
 from ludic.envs.adapters import load_package
 from ludic.errors import AgentError, ConfigError, ToolError
 from ludic.plumbing.arguments import misfit
+from ludic.plumbing.contexts import holding
 from ludic.plumbing.lazy import names_are_stored
 from ludic.plumbing.text import clean_text, words_of
 from ludic.workers.deadlines import bounded
@@ -308,11 +309,10 @@ _scope: ContextVar[_Scope] = ContextVar("mcp_scope", default=_of_the_process)
 async def tool_servers() -> AsyncIterator[None]:
     """Every server that episodes start within it ends with it; without one, with the process."""
     scope = _Scope()
-    token = _scope.set(scope)
     try:
-        yield
+        with holding(_scope, scope):
+            yield
     finally:
-        _scope.reset(token)
         if scope.connections:  # without one, not even the thread was started
             await _loop.run(scope.close())
 

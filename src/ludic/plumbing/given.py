@@ -17,13 +17,14 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ludic.errors import ConfigError
+from ludic.plumbing.contexts import holding
 from ludic.plumbing.lazy import resolve
 
 P = ParamSpec("P")
@@ -34,14 +35,9 @@ _RECIPE = "_ludic_recipe"
 _objects: ContextVar[Mapping[str, Any]] = ContextVar("objects", default={})  # noqa: B039
 
 
-@contextmanager
-def bind_objects(objects: Mapping[str, Any]) -> Iterator[None]:
+def bind_objects(objects: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Within it, these names stand for these objects. Threads of `ludic.workers` inherit this."""
-    token = _objects.set({**_objects.get(), **objects})
-    try:
-        yield
-    finally:
-        _objects.reset(token)
+    return holding(_objects, {**_objects.get(), **objects})
 
 
 def is_given(name: object) -> bool:

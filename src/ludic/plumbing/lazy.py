@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import lru_cache
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+from ludic.plumbing.contexts import holding
 
 _MOVED = {
     "ludic.envs.code_exec.calculator": "ludic.envs.code_exec.tools",
@@ -76,15 +78,10 @@ def late_names(
 _names_are_stored = ContextVar("names_are_stored", default=False)
 
 
-@contextmanager
-def stored_names(stored: bool = True) -> Iterator[None]:
+def stored_names(stored: bool = True) -> AbstractContextManager[None]:
     """Within it, names come from stored data, which somebody else may have written: no function
     is imported for one. Threads of `ludic.workers` and processes of environments inherit this."""
-    token = _names_are_stored.set(stored)
-    try:
-        yield
-    finally:
-        _names_are_stored.reset(token)
+    return holding(_names_are_stored, stored)
 
 
 def names_are_stored() -> bool:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
+
+from ludic.plumbing.contexts import holding
 
 _now: ContextVar[EpisodeRandom | None] = ContextVar("episode_random", default=None)
 _replacing = threading.Lock()
@@ -31,14 +32,9 @@ class EpisodeRandom:
         words = None if seed is None else [seed >> shift & 0xFFFFFFFF for shift in (0, 32)]
         self.numpy = np.random.RandomState(words)
 
-    @contextmanager
-    def drawn_from(self) -> Iterator[None]:
+    def drawn_from(self) -> AbstractContextManager[None]:
         """Within it, the package draws from this episode's generators."""
-        token = _now.set(self)
-        try:
-            yield
-        finally:
-            _now.reset(token)
+        return holding(_now, self)
 
 
 class _Random:

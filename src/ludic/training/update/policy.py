@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ludic.errors import ConfigError
+from ludic.plumbing.contexts import holding
 from ludic.plumbing.llama_layers import can_fuse
 from ludic.plumbing.model_parts import (
     active_dropout,
@@ -116,7 +117,7 @@ class Policy(nn.Module):
         self, micro: MicroBatch, entropy: bool, logits: bool, keep_logits: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         causal = base_causal_lm(self.model)
-        with _set(_scoring), autocast(self.precision, micro.input_ids.device):
+        with holding(_scoring, True), autocast(self.precision, micro.input_ids.device):
             hidden = self._hidden(micro)
         if micro.keys is None:
             actions = hidden.index_select(0, micro.action_positions)
@@ -205,7 +206,7 @@ class Policy(nn.Module):
         for layer in _layers_of(self.model, needed=False):
             if not hasattr(layer, "ludic_pass"):
                 _wrap_layer(layer, self._cfg)
-        with _set(_recomputing):
+        with holding(_recomputing, True):
             yield
 
     def score(
@@ -213,15 +214,6 @@ class Policy(nn.Module):
     ) -> TokenLogProbs:
         """`forward`, with names."""
         return TokenLogProbs(*self(micro, entropy, logits))
-
-
-@contextmanager
-def _set(flag: ContextVar[bool]) -> Iterator[None]:
-    token = flag.set(True)
-    try:
-        yield
-    finally:
-        flag.reset(token)
 
 
 def _layers_of(model: nn.Module, *, needed: bool) -> Iterable[nn.Module]:
