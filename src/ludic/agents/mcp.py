@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from ludic.agents.tools import Tool
+from ludic.agents.tools import Tool, function_schema
 from ludic.envs.adapters import load_package
 from ludic.errors import AgentError, ConfigError, ToolError
 from ludic.plumbing.arguments import misfit
@@ -137,8 +137,7 @@ class OpenServer:
         name = f"{self._server.prefix}{listed.name}"
         parameters = dict(_either(listed, "input_schema", "inputSchema"))
         parameters.pop("title", None)
-        function = {"name": name, "description": told, "parameters": parameters}
-        return Tool(name, told, call, {"type": "function", "function": function})
+        return Tool(name, told, call, function_schema(name, told, parameters))
 
 
 class _Connection:

@@ -82,14 +82,7 @@ class Tool:
         summary, argument_docs = _read_docstring(inspect.getdoc(function) or "")
         arguments, argument_names = _arguments_model(tool_name, function, argument_docs)
         text = summary if description is None else description
-        schema = {
-            "type": "function",
-            "function": {
-                "name": tool_name,
-                "description": text,
-                "parameters": _parameters_schema(arguments),
-            },
-        }
+        schema = function_schema(tool_name, text, _parameters_schema(arguments))
         return cls(tool_name, text, function, schema, arguments, argument_names)
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +143,12 @@ class ToolResult:
     @classmethod
     def failed(cls, sentence: str) -> ToolResult:
         return cls(f"Error: {sentence}", sentence)
+
+
+def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """How a model is told of a tool."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def tools_by_name(tools: Sequence[ToolFunction | Tool]) -> dict[str, Tool]:
