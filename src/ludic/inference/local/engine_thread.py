@@ -95,21 +95,13 @@ class EngineThread:
         self._changed = threading.Condition(self._lock)
         self._inbox: list[Sequence] = []
         self._pauses: list[Pause] = []
-        self._version = scheduler.version
-        self._closing = self._waits = False
+        self.version = scheduler.version
+        self.closed = self._waits = False
         self._crash: BaseException | None = None
         scheduler.on_admit = gate.leave
         scheduler.gather = self._gather
         self._thread = threading.Thread(target=self._loop, name="ludic-local-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def closed(self) -> bool:
-        return self._closing
 
     def submit(self, sequence: Sequence) -> None:
         """Queues a sequence that has a place in the gate."""
@@ -127,7 +119,7 @@ class EngineThread:
 
     def _hand_in(self, where: list[Any], what: Any) -> None:
         with self._lock:
-            if self._closing:
+            if self.closed:
                 raise self.closed_error()
             where.append(what)
             if self._waits:  # else it looks by itself before it waits
@@ -141,22 +133,22 @@ class EngineThread:
 
     def check_version(self, version: int) -> None:
         """Raises `PublishError` for a version that goes back."""
-        if version < self._version:
+        if version < self.version:
             raise PublishError(
-                f"policy version {version} after {self._version}: versions only go forward"
+                f"policy version {version} after {self.version}: versions only go forward"
             )
 
     def set_version(self, version: int) -> None:
         """Names the weights as they are now; the engine takes it up between two steps."""
         with self._changed:
             self.check_version(version)
-            self._version = version
+            self.version = version
             self._changed.notify()
 
     def close(self) -> None:
         """Ends every request with `EngineClosedError`, then the thread."""
         with self._changed:
-            self._closing = True
+            self.closed = True
             self._changed.notify()
 
     def join(self, timeout_s: float) -> bool:
@@ -199,7 +191,7 @@ class EngineThread:
         scheduler = self._scheduler
         with self._changed:
             while True:
-                if self._closing:
+                if self.closed:
                     return False
                 self._take_in()
                 self._pauses[:] = [p for p in self._pauses if not p.released]
@@ -226,7 +218,7 @@ class EngineThread:
         self.outbox.hand_over()
         # Read without the lock: a length that is out of date costs another millisecond at most.
         seen = -1
-        while seen != len(self._inbox) and not self._closing:
+        while seen != len(self._inbox) and not self.closed:
             seen = len(self._inbox)
             time.sleep(0.001)
         with self._changed:
@@ -244,7 +236,7 @@ class EngineThread:
         self.outbox.hand_over()
         pause.ready = True
         pause.on_ready(None)
-        while not (pause.released or self._closing):
+        while not (pause.released or self.closed):
             # Those that gave up meanwhile must not fill the queue.
             self._take_in()
             self._scheduler.drop_cancelled_waiting()
@@ -254,14 +246,14 @@ class EngineThread:
         self._scheduler.counters.updates += 1
 
     def _apply_version(self) -> None:
-        if self._scheduler.version != self._version:
+        if self._scheduler.version != self.version:
             self._scheduler.settle()
-            self._scheduler.version = self._version
+            self._scheduler.version = self.version
             self._scheduler.forget()
 
     def _shut_down(self) -> None:
         with self._changed:
-            self._closing = True
+            self.closed = True
             self._take_in()
         # Nobody can hand in a pause any more.
         for pause in self._pauses:
