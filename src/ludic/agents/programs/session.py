@@ -39,10 +39,6 @@ class Repetition:
     is_retry: bool = False
 
 
-FIRST = Repetition()
-"""Of a request that repeats none."""
-
-
 @dataclass(eq=False, slots=True)
 class _Asked:
     """A request that is sampled for, or was. `waiting` counts who is connected for its answer;
@@ -117,7 +113,7 @@ class Session(ModelCaller):
 
     @asynccontextmanager
     async def answering(
-        self, request: ChatRequest, repetition: Repetition = FIRST
+        self, request: ChatRequest, repetition: Repetition
     ) -> AsyncIterator[Answer]:
         """Returns the answer, to be delivered within it: if that raises, nobody got the answer.
 
