@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 import msgspec
 from msgspec.structs import force_setattr
 
-from ludic.errors import SerializationError
+from ludic.errors import SchemaVersionError, SerializationError
 from ludic.plumbing.text import clean_json
 
 if TYPE_CHECKING:
@@ -284,6 +284,19 @@ def from_plain(cls: type[T], data: Any) -> T:
         raise SerializationError(f"cannot read {_name(cls)}{place}: {wrong}") from None
     except UnicodeEncodeError as exc:  # half of a surrogate pair where a record has a name
         raise SerializationError(f"cannot read {_name(cls)}: {exc}") from None
+
+
+def check_schema(row: Any, newest: int, what: str) -> None:
+    """Raises `SerializationError` for a row without a schema number, and `SchemaVersionError` for
+    one whose layout only a later version of Ludic knows."""
+    schema = row.get("schema") if isinstance(row, Mapping) else None
+    if not isinstance(schema, int):
+        raise SerializationError(f"{what}: it has no schema number, so it is not one of Ludic's")
+    if schema > newest:
+        raise SchemaVersionError(
+            f"{what}: schema {schema}, and this version of Ludic reads up to {newest}: update "
+            "Ludic to read it"
+        )
 
 
 def _place(exc: msgspec.ValidationError) -> tuple[str, str]:

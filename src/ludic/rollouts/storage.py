@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from ludic.errors import ConfigError, SchemaVersionError, SerializationError
-from ludic.plumbing.records import Numbers, Record, changed, encode, plain_json
+from ludic.errors import ConfigError, SerializationError
+from ludic.plumbing.records import Numbers, Record, changed, check_schema, encode, plain_json
 from ludic.rollouts.block_writer import BlockFile
 from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
 from ludic.types import AgentStep, Message, Rollout, TokenTrace, VersionSpan, from_json, to_json
@@ -200,13 +200,7 @@ def _stored_json(stored: StoredRollout) -> bytes:
 
 def rollout_from_row(row: Any, where: str = "this row") -> Rollout:
     """The rollout in a row; `where` names it in errors."""
-    if not isinstance(row, dict) or not isinstance(row.get("schema"), int):
-        raise SerializationError(f"{where}: not a stored rollout: it has no schema number")
-    if row["schema"] > SCHEMA:
-        raise SchemaVersionError(
-            f"{where}: schema {row['schema']}, and this version of Ludic reads up to {SCHEMA}: "
-            "update Ludic to read it"
-        )
+    check_schema(row, SCHEMA, where)
     try:
         if row["schema"] < 2:
             return from_json(Rollout, row["rollout"])

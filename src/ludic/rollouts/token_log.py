@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ludic.errors import SchemaVersionError, SerializationError
-from ludic.plumbing.records import encode
+from ludic.errors import SerializationError
+from ludic.plumbing.records import check_schema, encode
 from ludic.rollouts.block_writer import BlockFile
 from ludic.rollouts.lines import CutFileWarning, keep_lines, parse_line, read_lines
 from ludic.saw.items import SAWItem
@@ -153,12 +153,7 @@ def read_token_log(path: str | Path) -> Iterator[TrainedTokens]:
 
 def trained_tokens(row: Any) -> TrainedTokens:
     """One line, decoded."""
-    if not isinstance(row, dict) or not isinstance(row.get("schema"), int):
-        raise SerializationError("not a line of a token log: it has no schema number")
-    if row["schema"] > SCHEMA:
-        raise SchemaVersionError(
-            f"a token log of schema {row['schema']}, and this version of Ludic reads up to {SCHEMA}"
-        )
+    check_schema(row, SCHEMA, "a line of a token log")
     try:
         turns = tuple((int(t), float(w), int(n)) for t, w, n in row["turns"])
         logprobs, entropies = _array(row["logprobs"]), _array(row["entropies"])

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import asdict
 
-from ludic.errors import SchemaVersionError, SerializationError
-from ludic.plumbing.records import Record, from_plain
+from ludic.errors import SerializationError
+from ludic.plumbing.records import Record, check_schema, from_plain
 from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
 
 SCHEMA = 2
@@ -74,7 +74,7 @@ def item_to_dict(item: SAWItem) -> dict[str, Any]:
 
 def item_from_dict(data: Mapping[str, Any]) -> SAWItem:
     """Reads what `item_to_dict` wrote; `SerializationError` names the field at fault."""
-    _check_schema(data, "item")
+    check_schema(data, SCHEMA, "an item")
     item = from_plain(_Item, data)
     try:
         attached: dict[str, Any] = {
@@ -112,7 +112,7 @@ def batch_to_dict(batch: SAWBatch) -> dict[str, Any]:
 
 def batch_from_dict(data: Mapping[str, Any]) -> SAWBatch:
     """Reads what `batch_to_dict` wrote; `SerializationError` names the item and field at fault."""
-    _check_schema(data, "batch")
+    check_schema(data, SCHEMA, "a batch")
     batch = from_plain(_Batch, data)
     items = []
     for index, item in enumerate(batch.items):
@@ -131,14 +131,3 @@ def _meta(meta: Mapping[str, Any] | str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise SerializationError(f"its meta is not an object but {found!r:.80}")
     return found
-
-
-def _check_schema(data: Mapping[str, Any], what: str) -> None:
-    schema = data.get("schema") if isinstance(data, Mapping) else None
-    if not isinstance(schema, int):
-        raise SerializationError(f"this {what} has no schema number: it is not one of Ludic's")
-    if schema > SCHEMA:
-        raise SchemaVersionError(
-            f"this {what} has schema {schema}, and this version of Ludic reads up to {SCHEMA}: "
-            "update Ludic"
-        )
