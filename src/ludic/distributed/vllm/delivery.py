@@ -160,21 +160,10 @@ class ServerUpdate(ABC):
         limit_s = min(HEALTHY_S, self.patience_s / 2)  # the last question may take as long again
         ends_at = now() + limit_s
         while exc.status is not None and now() < ends_at:
-            if await self._illness(limit_s) is not None:
+            if await self.client.illness(self.replica, limit_s) is not None:
                 return True
             await asyncio.sleep(limit_s / 5)
         return exc.status is None
-
-    async def _illness(self, limit_s: float) -> UnreachableError | DeadlineError | None:
-        """Why the server is not healthy; None if it is."""
-        ask = self.client.control(self.replica, "GET", "/health", timeout_s=limit_s, plain=True)
-        try:
-            await ask
-        except (UnreachableError, DeadlineError) as exc:
-            return exc
-        except InferenceError:  # a refusal is an answer
-            pass
-        return None
 
     async def _until_ill(self) -> UnreachableError | DeadlineError:
         """Returns when the server is gone, its engine dead, or nobody there to say so. Asks each
@@ -182,9 +171,9 @@ class ServerUpdate(ABC):
         pause_s = min(HEALTHY_S, self.patience_s)
         while True:
             await asyncio.sleep(pause_s)
-            illness = await self._illness(self.patience_s)
+            illness = await self.client.illness(self.replica, self.patience_s)
             if isinstance(illness, DeadlineError):  # it may be this process that was busy
-                illness = await self._illness(self.patience_s)
+                illness = await self.client.illness(self.replica, self.patience_s)
             if illness is not None:
                 return illness
             pause_s *= 2

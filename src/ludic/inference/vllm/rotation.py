@@ -248,24 +248,28 @@ class Rotation:
 
     async def any_answers(self, timeout_s: float = 10.0) -> bool:
         """Whether a server is there, in rotation or not."""
-        asked = [
-            asyncio.ensure_future(self.control(r, "GET", "/health", timeout_s=timeout_s))
-            for r in self.replicas
-        ]
+        asked = [asyncio.ensure_future(self.illness(r, timeout_s)) for r in self.replicas]
         try:
-            for answer in asyncio.as_completed(asked):
-                try:
-                    await answer
-                except (UnreachableError, DeadlineError):
-                    continue
-                except InferenceError:  # a refusal is an answer
-                    pass
-                return True
+            for illness in asyncio.as_completed(asked):
+                if await illness is None:
+                    return True
             return False
         finally:
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
+
+    async def illness(
+        self, replica: Replica, timeout_s: float
+    ) -> UnreachableError | DeadlineError | None:
+        """Why the server is not healthy; None if it is."""
+        try:
+            await self.control(replica, "GET", "/health", timeout_s=timeout_s, plain=True)
+        except (UnreachableError, DeadlineError) as exc:
+            return exc
+        except InferenceError:  # a refusal is an answer
+            pass
+        return None
 
     async def control(
         self,
