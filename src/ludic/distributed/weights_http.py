@@ -207,9 +207,7 @@ class PolicyServer:
         self._http.shutdown()
         self._http.server_close()
         self._thread.join(10)
-        with self._lock:
-            while self._files:
-                os.close(self._files.popitem()[1].handle)
+        self.withdraw()
 
 
 class _Listening(ThreadingHTTPServer):
