@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import zstandard
 
@@ -45,6 +45,23 @@ def parse_line(line: bytes, where: str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError) as exc:
         raise SerializationError(f"{where}: not JSON: {exc}") from exc
+
+
+def read_rows(
+    path: str | Path, what: str, *, on_cut: Literal["warn", "error"] = "warn"
+) -> Iterator[tuple[Any, str]]:
+    """What each line is as JSON, and its place for errors. A file that is cut in its last line is a
+    `CutFileWarning`, or an error; its message calls what was read `what`."""
+    for number, (line, whole) in enumerate(read_lines(Path(path)), start=1):
+        where = f"{path}, line {number}"
+        if whole:
+            yield parse_line(line, where), where
+            continue
+        cut = "the file ends in the middle of this line" if line else "the file breaks off here"
+        message = f"{where}: {cut}; the {number - 1} {what} before it are whole and were read"
+        if on_cut == "error":
+            raise SerializationError(message)
+        warnings.warn(message, CutFileWarning, stacklevel=3)
 
 
 def as_stored(path: Path, text: bytes) -> bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -19,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from ludic.errors import ConfigError, SerializationError
 from ludic.plumbing.records import Numbers, Record, changed, check_schema, encode, plain_json
 from ludic.rollouts.block_writer import BlockFile
-from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
+from ludic.rollouts.lines import read_rows
 from ludic.types import AgentStep, Message, Rollout, TokenTrace, VersionSpan, from_json, to_json
 
 SCHEMA = 3
@@ -108,16 +107,8 @@ def read_rollouts(
     with `on_cut="error"` it is an error. A broken line that others follow is always an error, and
     so is a newer schema.
     """
-    for number, (line, whole) in enumerate(read_lines(Path(path)), start=1):
-        where = f"{path}, line {number}"
-        if whole:
-            yield rollout_from_row(parse_line(line, where), where)
-            continue
-        what = "the file ends in the middle of this line" if line else "the file breaks off here"
-        message = f"{where}: {what}; the {number - 1} rollouts before it are whole and were read"
-        if on_cut == "error":
-            raise SerializationError(message)
-        warnings.warn(message, CutFileWarning, stacklevel=2)
+    for row, where in read_rows(path, "rollouts", on_cut=on_cut):
+        yield rollout_from_row(row, where)
 
 
 def _line_of(item: Rollout | bytes) -> bytes:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -14,7 +13,7 @@ import numpy as np
 
 from ludic.errors import BatchError, CheckpointError, ConfigError, SerializationError
 from ludic.inference.templates.chat_template import ChatTemplate
-from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
+from ludic.rollouts.lines import read_rows
 from ludic.rollouts.storage import rollout_from_row
 from ludic.saw.batch import LOST_MEMBER
 from ludic.saw.building import CreditAssigner, LostMember, batch_from_rollouts, build_items
@@ -252,26 +251,13 @@ def _number(row: Row, name: str, where: str) -> float | None:
 def _load(data: Any) -> Sequence[Any]:
     """The rows as a sequence. Files are read completely; datasets are used as they are."""
     if isinstance(data, str | Path):
-        return list(_read(Path(data)))
+        return [row for row, _ in read_rows(data, "rows")]
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise ConfigError(
             f"OfflineBatchSource: {type(data).__name__} has no length and order: give a path, a "
             "map-style dataset, or a list"
         )
     if len(data) and isinstance(data[0], str | Path):
-        return [row for path in data for row in _read(Path(path))]
+        return [row for path in data for row, _ in read_rows(path, "rows")]
     rows: Sequence[Any] = data
     return rows
-
-
-def _read(path: Path) -> Iterator[Any]:
-    for number, (line, whole) in enumerate(read_lines(path), start=1):
-        if not whole:
-            warnings.warn(
-                f"{path}, line {number}: the file ends in the middle of this line; the "
-                f"{number - 1} rows before it are used",
-                CutFileWarning,
-                stacklevel=2,
-            )
-            return
-        yield parse_line(line, f"{path}, line {number}")
