@@ -9,13 +9,12 @@ work done.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,6 +46,7 @@ _KEYS = (
     *("requests", "groups", "units", "meta", "actors", "trainer"),
     *("servers", "roles"),
 )
+_HASHES = ("meta", "actors", "units", "servers", "roles")
 
 
 @cache
@@ -216,19 +216,19 @@ class Store:
         def ask() -> list[Any]:
             pipe = self._redis.pipeline(transaction=False)
             pipe.time()
-            pipe.hgetall(self.keys["meta"])
-            pipe.hgetall(self.keys["actors"])
-            pipe.hgetall(self.keys["units"])
-            pipe.hgetall(self.keys["servers"])
-            pipe.hgetall(self.keys["roles"])
             pipe.pttl(self.keys["trainer"])
             pipe.xlen(self.keys["requests"])
             pipe.xlen(self.keys["groups"])
+            for name in _HASHES:
+                pipe.hgetall(self.keys[name])
             answer: list[Any] = pipe.execute()
             return answer
 
-        answer = self.patiently(ask, "the run's state")
-        now, meta, actors, units, servers, roles, lease, queued, groups = answer
+        now, lease, queued, groups, *hashes = self.patiently(ask, "the run's state")
+        held = {
+            name: {_text(k): _text(v) for k, v in texts.items()}
+            for name, texts in zip(_HASHES, hashes, strict=True)
+        }
         pending = 0
         if queued:
             summary = self.patiently(
@@ -237,11 +237,8 @@ class Store:
             pending = int(summary["pending"])
         return {
             "now_ms": now[0] * 1000 + now[1] // 1000,
-            "meta": {_text(k): _text(v) for k, v in meta.items()},
-            "actors": {_text(k): _text(v) for k, v in actors.items()},
-            "units": {int(k): _text(v) for k, v in units.items()},
-            "servers": {_text(k): _text(v) for k, v in servers.items()},
-            "roles": {_text(k): _text(v) for k, v in roles.items()},
+            **held,
+            "units": {int(number): note for number, note in held["units"].items()},
             "lease_ms": max(int(lease), 0),
             "requests": int(queued),
             "leased": pending,
@@ -294,9 +291,3 @@ def entries(rows: Sequence[Any]) -> list[tuple[str, int, bytes]]:
 def flat(pairs: Iterable[Sequence[Any]]) -> list[Any]:
     """The arguments of a script that takes several rows."""
     return [value for row in pairs for value in row]
-
-
-def counters(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The trainer's counters among a run's facts."""
-    text = facts["meta"].get("counters")
-    return json.loads(text) if text else {}

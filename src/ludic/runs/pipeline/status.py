@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludic.pipeline import servers
-from ludic.pipeline.store import Store, counters
+from ludic.pipeline.store import Store
 
 SILENT_S = 60.0
 """After this long without a heartbeat an actor counts as gone."""
@@ -95,8 +95,8 @@ def read_status(store: Store) -> PipelineStatus:
         )
 
     _, _, facts_text = meta.get("trainer", "").partition(" ")
-    trainer: dict[str, Any] = json.loads(facts_text) if facts_text else {}
-    counted = counters(facts)
+    trainer: dict[str, Any] = json.loads(facts_text or "{}")
+    counted = json.loads(meta.get("counters") or "{}")
     policy = json.loads(meta["policy"])[1] if meta.get("policy") else {}
     entries = [note.split(":")[1] for note in facts["units"].values() if note[:1] in ("q", "d")]
     oldest = min((int(entry.split("-")[0]) for entry in entries), default=now)
