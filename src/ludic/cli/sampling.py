@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -76,12 +77,12 @@ def status(
     config, _, opened = read_run(run, overrides or [])
     folder = opened.path if opened else None
     # One who looks is answered at once, also with "it does not answer".
-    store = Store(replace(find_pipeline(config, folder, url), patience_s=ANSWER_S, call_s=ANSWER_S))
+    where = replace(find_pipeline(config, folder, url), patience_s=ANSWER_S, call_s=ANSWER_S)
 
     def stands() -> str:
         return where_it_stands(config, folder) if folder is not None else ""
 
-    try:
+    with closing(Store(where)) as store, suppress(KeyboardInterrupt):
         state = read_status(store)
         if as_json:
             print(json.dumps({**asdict(state), "alive": state.alive, "run": stands()}))
@@ -94,10 +95,6 @@ def status(
                     time.sleep(every)
                     before, state = state, read_status(store)
                     live.update(status_table(state, before, run=stands()))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        store.close()
 
 
 def serve(context: typer.Context) -> None:

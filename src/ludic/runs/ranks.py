@@ -12,7 +12,7 @@ import copy
 import logging
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -237,10 +237,8 @@ async def follow(run: Run) -> None:
 
 async def _take_part(trainer: Trainer, version: int) -> None:
     trainer.version = version
-    try:
+    with closing(trainer):
         await trainer.train()
-    finally:
-        trainer.close()
 
 
 def describe_model(config: RunConfig, model: nn.Module, ranks: Ranks) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from re import fullmatch
@@ -277,11 +278,8 @@ def processes(run: RunPlace) -> dict[str, Any] | None:
         config = PipelineConfig(
             address["url"], address["name"], patience_s=_ANSWER_S, call_s=_ANSWER_S
         )
-        store = Store(config)
-        try:
+        with closing(Store(config)) as store:
             found = read_status(store)
-        finally:
-            store.close()
     except (LudicError, KeyError, TypeError, ValueError) as exc:
         return {"problem": f"the run's Redis cannot be asked: {exc}"}
     return {"columns": COLUMNS, "rows": process_rows(found), "queue": queue_lines(found)}

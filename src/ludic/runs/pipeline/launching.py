@@ -210,8 +210,7 @@ class Launch:
                 host = getattr(engine, "address", None)  # of one host alone it is a unix socket
                 port = 0 if host is None else free_port(host)
                 self._redis = LocalRedis(self.path / "redis", host, port)
-                stack.callback(self._redis.stop)
-                self._redis.start()
+                stack.enter_context(self._redis)
                 name = address.run_name(config, self.path)
                 pipeline = PipelineConfig(self._redis.url, name, patience_s=section.patience_s)
             else:
