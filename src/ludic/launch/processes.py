@@ -55,28 +55,15 @@ class Processes:
                 raise LaunchError(f"{role.name}: cannot read {role.secrets}: {exc}") from exc
         try:
             for local in range(role.processes):
-                self._begin(role, command, environment, node, local, master)
+                self._begin(role, command, environment | _rank_of(role, node, local, master))
         except OSError as exc:
             self.end(0.0)
             raise LaunchError(f"{role.name} cannot be started: {exc}") from exc
 
-    def _begin(
-        self,
-        role: Role,
-        command: list[str],
-        environment: dict[str, str],
-        node: int,
-        local: int,
-        master: tuple[str, int] | None,
-    ) -> None:
-        rank, log = node * role.processes + local, role.log
+    def _begin(self, role: Role, command: list[str], environment: dict[str, str]) -> None:
+        log = role.log
         if role.world > 1:
-            assert master is not None
-            log = log.with_name(f"{log.stem}-rank{rank}{log.suffix}")
-            ranks = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": role.world}
-            ranks |= {"LOCAL_WORLD_SIZE": role.processes, "MASTER_PORT": master[1]}
-            environment = {**environment, "MASTER_ADDR": master[0]}
-            environment |= {name: str(value) for name, value in ranks.items()}
+            log = log.with_name(f"{log.stem}-rank{environment['RANK']}{log.suffix}")
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
             process = WatchedProcess(
@@ -112,6 +99,17 @@ class Processes:
         deadline = time.monotonic() + grace_s
         for process in self._processes:
             process.end(grace_s=max(deadline - time.monotonic(), 0.0))
+
+
+def _rank_of(role: Role, node: int, local: int, master: tuple[str, int] | None) -> dict[str, str]:
+    """Which rank of its gang a process is, as torch reads it; nothing for one that is alone."""
+    if role.world == 1:
+        return {}
+    assert master is not None
+    ranks = {"RANK": node * role.processes + local, "LOCAL_RANK": local}
+    ranks |= {"WORLD_SIZE": role.world, "LOCAL_WORLD_SIZE": role.processes}
+    variables = {"MASTER_ADDR": master[0], "MASTER_PORT": str(master[1])}
+    return variables | {name: str(value) for name, value in ranks.items()}
 
 
 def private_file(path: Path, text: str) -> None:

@@ -112,6 +112,10 @@ class Launch:
         self._resumed = resumed
         self.path = folder.path.resolve()
         self._files = self.path / "launch"
+        self._secrets = self._files / "secrets.json"
+        self._python = config.cluster.python or sys.executable
+        self._cwd = Path(config.cluster.folder or Path.cwd())
+        self._environment = Environment(self.path, self._python, self._cwd, secrets=self._secrets)
         self._stopping: float | None = None
         self._interrupts = 0
         self._roles: dict[str, dict[str, Any]] = {}
@@ -141,12 +145,11 @@ class Launch:
             (self._files / "stop").unlink(missing_ok=True)
             engine = self._engine(mark, word)
             stack.callback(engine.close)
-            environment = self._environment()
-            roles = self._first_roles(environment, engine)
-            actors = [self._actor(environment, n + 1) for n in range(self.cluster.actors_min)]
+            roles = self._first_roles(engine)
+            actors = [self._actor(n + 1) for n in range(self.cluster.actors_min)]
             if why := engine.shortage([*roles, *actors]):
                 raise LaunchError(f"this run does not fit: {why}")
-            store = stack.enter_context(self._joined(engine, environment))
+            store = stack.enter_context(self._joined(engine))
             supervisor = Supervisor(
                 engine,
                 tell=self._tell,
@@ -157,7 +160,7 @@ class Launch:
             stack.enter_context(handling(self._interrupted, signal.SIGINT, signal.SIGTERM))
             for role in roles:
                 supervisor.add(role)
-            self._watch(supervisor, store, environment)
+            self._watch(supervisor, store)
         self._conclude()
 
     def _engine(self, mark: Path, word: str) -> Engine:
@@ -165,8 +168,7 @@ class Launch:
             return LocalEngine()
         from ludic.launch.ray_engine import Expected, RayEngine
 
-        python, folder = self._python_and_folder()
-        engine = RayEngine(Expected(python, folder, mark, word))
+        engine = RayEngine(Expected(self._python, self._cwd, mark, word))
         try:
             engine.check_nodes()
         except BaseException:
@@ -174,26 +176,18 @@ class Launch:
             raise
         return engine
 
-    def _python_and_folder(self) -> tuple[str, Path]:
-        return self.cluster.python or sys.executable, Path(self.cluster.folder or Path.cwd())
-
-    def _environment(self) -> Environment:
-        python, folder = self._python_and_folder()
-        return Environment(self.path, python, folder, secrets=self._files / "secrets.json")
-
-    def _first_roles(self, environment: Environment, engine: Engine) -> list[Role]:
+    def _first_roles(self, engine: Engine) -> list[Role]:
         device = self.config.model.device
         self._on_gpus = engine.gpus > 0 if device is None else not device.startswith("cpu")
-        servers = [
-            server_role(environment, self.cluster, n + 1) for n in range(self.cluster.servers)
-        ]
+        environment, cluster = self._environment, self.cluster
+        servers = [server_role(environment, cluster, n + 1) for n in range(cluster.servers)]
         # What needs the most in one place is placed first.
-        return [trainer_role(environment, self.cluster, gpus=self._on_gpus), *servers]
+        return [trainer_role(environment, cluster, gpus=self._on_gpus), *servers]
 
-    def _actor(self, environment: Environment, number: int) -> Role:
+    def _actor(self, number: int) -> Role:
         samples_here = self.config.inference.backend == "local"
         return actor_role(
-            environment,
+            self._environment,
             number,
             restarts=self.cluster.restarts,
             cpus=self.cluster.cpus_per_actor,
@@ -201,10 +195,9 @@ class Launch:
         )
 
     @contextmanager
-    def _joined(self, engine: Engine, environment: Environment) -> Iterator[Store]:
+    def _joined(self, engine: Engine) -> Iterator[Store]:
         """Has a Redis for the run, and its address and other variables where roles read them."""
         config, section = self.config, address.section_of(self.config)
-        assert environment.secrets is not None
         with ExitStack() as stack:
             if address.starts_redis(section):
                 host = getattr(engine, "address", None)  # of one host alone it is a unix socket
@@ -217,19 +210,19 @@ class Launch:
                 pipeline = address.find_pipeline(config, self.path)
             store = Store(PipelineConfig(pipeline.url, pipeline.run, patience_s=2.0, call_s=5.0))
             stack.callback(store.close)
-            for file in (environment.secrets, self.path / address.FILE):
+            for file in (self._secrets, self.path / address.FILE):
                 stack.callback(file.unlink, missing_ok=True)
             address.write_address(self.path, pipeline)
             variables = {name: os.environ[name] for name in self.cluster.variables}
             variables[section.url_env or address.URL_VARIABLE] = pipeline.url
-            private_file(environment.secrets, json.dumps(variables))
+            private_file(self._secrets, json.dumps(variables))
             self._store = store
             try:
                 yield store
             finally:
                 self._store = None
 
-    def _watch(self, supervisor: Supervisor, store: Store, environment: Environment) -> None:
+    def _watch(self, supervisor: Supervisor, store: Store) -> None:
         log = Tail(role_log(self.path, "trainer"), role_log(self.path, "trainer-rank0"))
         training, size = self.config.training, algorithm_of(self.config).group_size or 1
         # Redis keeps what was trained on until a checkpoint has it.
@@ -253,9 +246,9 @@ class Launch:
             if not acting and status.trainer_alive and not status.ended:
                 acting = True
                 for number in range(self.cluster.actors_min):
-                    supervisor.add(self._actor(environment, number + 1))
+                    supervisor.add(self._actor(number + 1))
             elif acting and not status.ended:
-                elastic.adjust(supervisor, status, lambda n: self._actor(environment, n))
+                elastic.adjust(supervisor, status, self._actor)
         log.show()
 
     def _look(self, store: Store) -> PipelineStatus | None:
