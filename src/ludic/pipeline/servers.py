@@ -18,6 +18,8 @@ import urllib.request
 from http.client import HTTPException
 from typing import Any, Self
 
+from msgspec.structs import replace
+
 from ludic.errors import DeadlineError, PipelineError
 from ludic.inference.vllm.wire import UNNAMED_VERSION
 from ludic.pipeline.store import Store
@@ -95,8 +97,11 @@ class Registration:
         name: str = "",
         renew_s: float = RENEW_S,
     ) -> None:
-        self._store, self._renew_s, self._model, self._capacity = store, renew_s, model, capacity
-        self.url, self.instance, self._name = url, secrets.token_hex(8), name
+        self._store, self._renew_s = store, renew_s
+        self.url, self.instance = url, secrets.token_hex(8)
+        self._entry = RegisteredServer(
+            *(url, self.instance, model, capacity, None, socket.gethostname(), os.getpid(), name)
+        )
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._left = threading.Event()
@@ -123,11 +128,7 @@ class Registration:
                 _log.warning("%s is not registered at the moment: %s", self.url, exc)
 
     def _say(self, patience_s: float | None = None) -> None:
-        entry = RegisteredServer(
-            *(self.url, self.instance, self._model, self._capacity, self._version()),
-            *(socket.gethostname(), os.getpid(), self._name),
-        )
-        note = to_json(entry).decode()
+        note = to_json(replace(self._entry, version=self._version())).decode()
         self._store.run("note", "servers", self.url, note, patience_s=patience_s)
 
     def _version(self) -> int | None:
