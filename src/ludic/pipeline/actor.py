@@ -100,7 +100,8 @@ async def run_pipeline_actor(
 
 class Actor:
     """See `run_pipeline_actor`. The event loop owns everything here but `_held` and `_news`, which
-    it shares with the thread of the heartbeat, under a lock."""
+    it shares with the thread of the heartbeat: the one under a lock, the other is a tuple that is
+    replaced as a whole."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class Actor:
             if self._failure is not None:
                 raise self._failure
             await asyncio.to_thread(self._listen)  # a heartbeat comes too late for a new policy
-            policy, ended = self._heard()
+            policy, ended = self._news
             if stop.is_set():
                 return "it was told to stop"
             if ended:  # what is under way, nobody will train on
@@ -196,7 +197,7 @@ class Actor:
     async def _drain(self) -> None:
         """Waits for what was begun; its own deadlines bound every episode."""
         while self._held and self._failure is None:
-            self._policies.follow(self._heard()[0])
+            self._policies.follow(self._news[0])
             await asyncio.wait(list(self._held.values()), timeout=_POLL_S[1])
         if self._failure is not None:
             raise self._failure
@@ -327,10 +328,6 @@ class Actor:
 
     # Heartbeat
 
-    def _heard(self) -> tuple[StoredPolicy | None, str]:
-        with self._lock:
-            return self._news
-
     def _listen(self) -> None:
         with suppress(NoAnswerError):  # whatever else is asked of the server says so
             answer = self._store.run("news", patience_s=self.cfg.lease_s / 4)
@@ -338,8 +335,7 @@ class Actor:
 
     def _hear(self, announced: bytes, ended: bytes) -> None:
         policy = StoredPolicy.read(announced) if announced else None  # before the first
-        with self._lock:
-            self._news = (policy, ended.decode())
+        self._news = (policy, ended.decode())
 
     def _beat_on(self) -> None:
         """In its own thread, so that an environment that blocks the loop loses no lease."""
