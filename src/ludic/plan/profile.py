@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -75,10 +74,6 @@ def load_profile(name: str | Path) -> Profile:
             f"{name} is no profile: give one of {', '.join(shipped())}, or a file that "
             "`ludic calibrate RUN --profile FILE` wrote"
         ) from exc
-    return _read(facts, str(name))
-
-
-def _read(facts: Any, name: str) -> Profile:
     try:
         profile = msgspec.convert(facts, Profile)
         if like := facts.get("like"):
