@@ -25,6 +25,7 @@ from ludic.plumbing.model_parts import config_facts
 from ludic.plumbing.precision import sampling_dtype
 from ludic.runs.locate import locate
 from ludic.runs.model import algorithm_of, build_model, check_device, precision_of
+from ludic.runs.players.models import as_model
 from ludic.runs.players.scoring import start_is_below_adapter
 from ludic.runs.ranks import samples
 from ludic.runs.settings import ModelSection, OtherModelSection, RunConfig
@@ -207,12 +208,7 @@ def _other_models(config: RunConfig, plan: Plan, device: torch.device) -> dict[s
     for name, section in [*scorers, *players]:
         if section.server is not None:
             continue
-        own = ModelSection(
-            name=section.model or "",
-            revision=section.revision,
-            device=section.device or config.model.device,
-            kwargs=section.kwargs,
-        )
+        own = as_model(config, section)
         place = check_device(own)
         if place.type != device.type or (place.index or 0) != (device.index or 0):
             continue

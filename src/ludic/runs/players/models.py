@@ -58,17 +58,22 @@ def check_other(section: OtherModelSection, where: str) -> None:
         )
 
 
-def load_other(config: RunConfig, section: OtherModelSection, where: str) -> tuple[nn.Module, Any]:
-    """Returns another model and its tokenizer, in the run's precision and frozen."""
-    other = ModelSection(
+def as_model(config: RunConfig, section: OtherModelSection) -> ModelSection:
+    """Returns the table that a run of another model alone would have, in this run's precision."""
+    return ModelSection(
         name=section.model or "",
         revision=section.revision,
         device=section.device or config.model.device,
         precision=None if is_given(section.model) else precision_of(config),
         kwargs=section.kwargs,
     )
+
+
+def load_other(config: RunConfig, section: OtherModelSection, where: str) -> tuple[nn.Module, Any]:
+    """Returns another model and its tokenizer, in the run's precision and frozen."""
+    other = config.model_copy(update={"model": as_model(config, section)})
     try:
-        model, tokenizer = build_model(config.model_copy(update={"model": other}))
+        model, tokenizer = build_model(other)
     except ConfigError as exc:
         raise ConfigError(f"{where}: {exc}") from exc
     return model.eval().requires_grad_(False), tokenizer
