@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Self
 
@@ -55,7 +55,7 @@ class RunPipeline:
         self._redis: LocalRedis | None = None
         self._lease: TrainerLease | None = None
         self._policies: Path | None = None
-        self._memory: OwnedFolder | None = None
+        self._closing = ExitStack()
         self._policy_server: PolicyServer | None = None
         self._publisher: PolicyPublisher | None = None
         self._watch: ServerWatch | None = None
@@ -93,7 +93,8 @@ class RunPipeline:
         section = self.section
         if address.starts_redis(section):
             self._redis = LocalRedis(self.folder / "redis")
-            self._redis.start()
+            self._closing.enter_context(self._redis)
+            self._closing.callback((self.folder / address.FILE).unlink, missing_ok=True)
             name = address.run_name(self.config, self.folder)
             pipeline = PipelineConfig(self._redis.url, name, patience_s=section.patience_s)
         else:
@@ -102,13 +103,13 @@ class RunPipeline:
             if section.policy_folder:
                 self._policies = Path(section.policy_folder)
             elif self._redis is not None:  # all actors are on this host
-                self._memory = OwnedFolder()
-                self._policies = self._memory.path
+                self._policies = self._closing.enter_context(closing(OwnedFolder())).path
             else:
                 self._policies = self.folder / "policy"
             if self._redis is None:  # actors may join from other machines
                 host, port = listening_address(section.policy_address, pipeline.url)
                 self._policy_server = DifferenceServer(secrets.token_hex(32), host, port)
+                self._closing.callback(self._policy_server.close)
         address.write_address(self.folder, pipeline)
         self._lease = TrainerLease(
             pipeline,
@@ -218,13 +219,7 @@ class RunPipeline:
         if self._lease is not None:
             self._lease.close(self._ended)
         self._actors.close()
-        if self._redis is not None:
-            self._redis.stop()
-            (self.folder / "pipeline.json").unlink(missing_ok=True)
-        if self._policy_server is not None:
-            self._policy_server.close()
-        if self._memory is not None:
-            self._memory.close()
+        self._closing.close()
 
 
 def _address_of(publisher: PolicyPublisher | None) -> str:
