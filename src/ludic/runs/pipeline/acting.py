@@ -19,7 +19,7 @@ from ludic.interaction import Runtime
 from ludic.pipeline.actor import Accepts, ActorConfig, ActorReport, only, run_pipeline_actor
 from ludic.runs import episodes
 from ludic.runs.check_episodes import check_programs
-from ludic.runs.interruption import rare_collections
+from ludic.runs.interruption import handling, rare_collections
 from ludic.runs.locate import read_run
 from ludic.runs.pipeline.address import find_pipeline, section_of
 from ludic.runs.pipeline.roster import Roster
@@ -47,9 +47,11 @@ async def act_for(
     check_programs(config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for sign in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(sign, stop.set)
-    try:
+
+    def on_signal(*_: object) -> None:
+        loop.call_soon_threadsafe(stop.set)
+
+    with handling(on_signal, signal.SIGINT, signal.SIGTERM):
         roster = None
         if config.inference.servers == "registered" and not servers:
             roster = Roster(config, folder.path if folder else None, url=url, published=True)
@@ -73,9 +75,6 @@ async def act_for(
                 ),
                 stop=stop,
             )
-    finally:
-        for sign in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(sign)
 
 
 def accepted(config: RunConfig) -> Accepts:
