@@ -26,6 +26,7 @@ from ludic.runs.ranks import check_ranks
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
 from ludic.runs.settings.from_python import given_names
+from ludic.runs.settings.run import SFTSection
 from ludic.runs.vllm_backend import check_publishing
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
@@ -57,7 +58,7 @@ def check_parts(config: RunConfig) -> None:
     check_episodes(config, tracked)
     check_seating(config, algorithm)
     if config.sft is not None:
-        _check_sft(config)
+        _check_sft(config, config.sft)
     _check_sampling(config)
     check_publishing(config)
     if config.training.steps:
@@ -81,9 +82,7 @@ def _check_workers(config: RunConfig) -> None:
         )
 
 
-def _check_sft(config: RunConfig) -> None:
-    sft = config.sft
-    assert sft is not None
+def _check_sft(config: RunConfig, sft: SFTSection) -> None:
     sft_algorithm(config)
     if sft.teacher is not None:
         load_teacher(sft.teacher)

@@ -181,12 +181,8 @@ def process_rows(
                 *(facts.get("version"), work, waits or nobody or idle),
             )
         )
-    others = [
-        row(n, "", str(facts.get("state", "")), None, "", "")
-        for n, facts in status.roles.items()
-        if n in roles
-    ]
-    return [*rows, *others]
+    silent = list(roles.items())  # of which only the launch has said anything
+    return rows + [row(n, "", str(f.get("state", "")), None, "", "") for n, f in silent]
 
 
 def _alive(age_s: float, silent_s: float) -> str:
