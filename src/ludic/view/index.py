@@ -97,11 +97,14 @@ class RunIndex:
                 self._remove()
                 self._open_or_make()
                 return self._update(keep_on)
-            added = 0
             total = sum(_size(source.path) for source in sources) or 1
-            before = 0
+            added = before = 0
             for source in sources:
-                added += self._take(db, source, before, total, keep_on)
+                for count, size in self._take(db, source):
+                    added += count
+                    self.progress = (before + size) / total
+                    if not keep_on():
+                        return added
                 before += _size(source.path)
             return added
 
@@ -135,14 +138,8 @@ class RunIndex:
         except OSError:
             return True
 
-    def _take(
-        self,
-        db: sqlite3.Connection,
-        source: _Source,
-        before: int,
-        total: int,
-        keep_on: Callable[[], bool],
-    ) -> int:
+    def _take(self, db: sqlite3.Connection, source: _Source) -> Iterator[tuple[int, int]]:
+        """Yields after each commit how many lines it had, and up to where the file is indexed."""
         db.execute(
             "INSERT OR IGNORE INTO files (name, kind, inode, size, tail) VALUES (?, ?, ?, 0, ?)",
             (source.name, source.kind, source.path.stat().st_ino, _tail(source.path, 0)),
@@ -154,25 +151,22 @@ class RunIndex:
         ).fetchone()
         if size == _size(source.path):
             db.rollback()
-            return 0
-        added = waiting = 0
+            return
+        waiting = 0
         for piece in whole_blocks(source.path, size):
             if isinstance(piece, Damage):
                 what = f"{piece.length:,} bytes cannot be read ({piece.why}); the rest is shown"
                 self._note(db, source.name, piece.start, what)
             else:
-                count = self._add(db, source, file, piece)
-                added, waiting = added + count, waiting + count
+                waiting += self._add(db, source, file, piece)
             size = piece.start + piece.length
             if waiting >= _ROWS_PER_COMMIT:
                 self._commit(db, source, file, size)
-                self.progress = (before + size) / total
+                yield waiting, size
                 waiting = 0
-                if not keep_on():
-                    return added
                 db.execute("BEGIN IMMEDIATE")
         self._commit(db, source, file, size)
-        return added
+        yield waiting, size
 
     def _commit(self, db: sqlite3.Connection, source: _Source, file: int, size: int) -> None:
         tail = _tail(source.path, size)
