@@ -58,7 +58,7 @@ def check_memory(config: RunConfig, free: int | None = None) -> None:
     device = check_device(config.model)
     if free is None:
         free = free_memory(device) if device.type == "cuda" else host_memory()
-    refuse_unless_it_fits(config, plan_run(config, shape, device, free), free)
+    _plan_that_fits(config, shape, device, free)
 
 
 def plan_loaded(config: RunConfig, model: nn.Module) -> Plan | None:
@@ -68,9 +68,7 @@ def plan_loaded(config: RunConfig, model: nn.Module) -> Plan | None:
     if shape is None or launched().size > 1:
         return None
     free = free_memory(device) + _weight_bytes(model) if device.type == "cuda" else host_memory()
-    plan = plan_run(config, shape, device, free)
-    refuse_unless_it_fits(config, plan, free)
-    return plan
+    return _plan_that_fits(config, shape, device, free)
 
 
 def try_plan(config: RunConfig, model: nn.Module, plan: Plan) -> None:
@@ -223,10 +221,12 @@ def _other_models(config: RunConfig, plan: Plan, device: torch.device) -> dict[s
     return sizes
 
 
-def refuse_unless_it_fits(config: RunConfig, plan: Plan, free: int) -> None:
-    """Raises `OutOfMemoryError` with the table and what would help."""
+def _plan_that_fits(config: RunConfig, shape: ModelShape, device: torch.device, free: int) -> Plan:
+    """`plan_run`; raises `OutOfMemoryError` with the table and what would help."""
+    plan = plan_run(config, shape, device, free)
     if not plan.fits(free):
         raise _refused(config, plan, free, "this run does not fit")
+    return plan
 
 
 def _refused(config: RunConfig, plan: Plan, free: int, why: str) -> OutOfMemoryError:

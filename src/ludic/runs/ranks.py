@@ -127,8 +127,9 @@ def check_ranks(config: RunConfig, here: Launched | None = None) -> None:
     if here.size == 1:
         return
     where, training = f"on {here.size} ranks", config.training
-    on_cpu = check_device(config.model).type == "cpu"
-    if config.inference.backend == "local" and samples(config, here) and not on_cpu:
+    device = check_device(config.model)
+    on_gpus = device.type == "cuda"
+    if config.inference.backend == "local" and samples(config, here) and on_gpus:
         raise ConfigError(
             f"{where} the model is sharded, and the in-process engine cannot sample from it: set "
             'inference.backend = "vllm", with the addresses in inference.servers if servers run '
@@ -157,8 +158,7 @@ def check_ranks(config: RunConfig, here: Launched | None = None) -> None:
             f"may still publish: set it above {limit_s:g}, or lower training.publish_timeout_s="
             f"{training.publish_timeout_s:g} or inference.vllm.start_timeout_s"
         )
-    device = check_device(config.model)
-    if device.type != "cuda":
+    if not on_gpus:
         return
     if device.index is not None:
         raise ConfigError(
