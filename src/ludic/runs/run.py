@@ -302,8 +302,7 @@ class Run:
 
     @Part
     def players(self) -> OtherPlayers:
-        inference = episodes.inference_spec(self.config, trained_on=False)
-        return OtherPlayers(self.config, self.tokenizer, inference)
+        return OtherPlayers(self.config, self.tokenizer)
 
     @Part
     def runtime(self) -> Runtime:

@@ -126,7 +126,7 @@ async def _opened(
         if config.player:
             from ludic.runs.players.models import OtherPlayers
 
-            players = OtherPlayers(config, ours, episodes.inference_spec(config, trained_on=False))
+            players = OtherPlayers(config, ours)
             await stack.enter_async_context(players.opened())
             others = dict(players.runtimes)
         yield episodes.runtime_of(config, client, ours, others), None

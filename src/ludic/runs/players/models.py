@@ -23,6 +23,7 @@ from ludic.inference.client import ChatClient
 from ludic.interaction import Runtime
 from ludic.plumbing.arguments import nearest
 from ludic.plumbing.given import is_given
+from ludic.runs.episodes import inference_spec
 from ludic.runs.model import build_model, check_device, local_client, precision_of
 from ludic.runs.pretrained import load_tokenizer
 from ludic.runs.settings import ModelSection, OtherModelSection, PlayerSection, RunConfig
@@ -116,7 +117,8 @@ async def opened(clients: Iterable[tuple[Any, Any]]) -> AsyncIterator[None]:
 class OtherPlayers:
     """A run's other players by name, for `Runtime.others`. While `opened`, they can be asked."""
 
-    def __init__(self, config: RunConfig, tokenizer: Any, inference: InferenceSpec) -> None:
+    def __init__(self, config: RunConfig, tokenizer: Any) -> None:
+        inference = inference_spec(config, trained_on=False)
         self._clients: list[tuple[Any, Any]] = []
         self.runtimes: dict[str, Runtime] = {
             player.name: self._runtime(config, player, tokenizer, inference)
