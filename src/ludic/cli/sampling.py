@@ -125,6 +125,7 @@ def launch(
 ) -> None:
     """Train a run with all its processes: trainer, servers and actors, on a Ray cluster or here."""
     from ludic.runs.pipeline import attaching
+    from ludic.runs.run import Run
 
     settings = list(overrides or [])
     if run is not None and "=" in run:
@@ -142,4 +143,7 @@ def launch(
     elif attach is not None:
         attaching.attach(attach)
     else:
-        attaching.launch(run, settings, out=out, resume=resume, detach=detach)
+        plan = (
+            Run.from_folder(resume, settings) if resume else Run.from_file(run, settings, out=out)
+        )
+        attaching.launch_run(plan, detach=detach)

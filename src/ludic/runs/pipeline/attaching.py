@@ -25,19 +25,6 @@ SILENT_S = 60.0
 """A driver that has not renewed its state for this long is gone."""
 
 
-def launch(
-    run: str | Path | None,
-    overrides: Sequence[str] = (),
-    *,
-    out: str | Path | None = None,
-    resume: Path | None = None,
-    detach: bool = False,
-) -> None:
-    """Launches a run file, a built-in run, or what is left of the run in a folder."""
-    plan = Run.from_folder(resume, overrides) if resume else Run.from_file(run, overrides, out=out)
-    launch_run(plan, detach=detach)
-
-
 def job_file(
     system: str, run: str, overrides: Sequence[str] = (), *, out: str | Path | None = None
 ) -> str:
