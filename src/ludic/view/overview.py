@@ -21,15 +21,14 @@ from ludic.view.folders import RunPlace, ViewError, state_of
 
 _HEADLINES = ("train/reward_mean", "train/loss", "train/entropy", "perf/tokens_per_s")
 _NOT_SETTINGS = ("run.name", "run.folder", "schema")
+_FILES = {"config": "run.json", "origin": "origin.json", "summary": "summary.json"}
 _SPARK_POINTS = 60
 
 
 def card(run: RunPlace, curves: CurveStore) -> dict[str, Any]:
     """What the list of runs shows of one."""
     problems: list[str] = []
-    config = _read(run, "run.json", problems)
-    origin = _read(run, "origin.json", problems)
-    summary = _read(run, "summary.json", problems)
+    config, origin, summary = (_read(run, name, problems) for name in _FILES.values())
     schema = config.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         problems.append(
@@ -61,13 +60,8 @@ def card(run: RunPlace, curves: CurveStore) -> dict[str, Any]:
 
 def details(run: RunPlace, curves: CurveStore) -> dict[str, Any]:
     """What the page of one run shows beside its rollouts."""
-    problems: list[str] = []
-    return card(run, curves) | {
-        "keys": curves.keys(run),
-        "config": _read(run, "run.json", problems),
-        "origin": _read(run, "origin.json", problems),
-        "summary": _read(run, "summary.json", problems),
-    }
+    files = {key: _read(run, name, []) for key, name in _FILES.items()}
+    return {**card(run, curves), "keys": curves.keys(run), **files}
 
 
 def differing(cards: Iterable[Mapping[str, Any]]) -> list[str]:
