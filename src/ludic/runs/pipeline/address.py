@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference.addresses import find_key, without_user
 from ludic.launch.processes import private_file
-from ludic.pipeline.local_redis import find_redis_server
+from ludic.pipeline.local_redis import LocalRedis, find_redis_server
 from ludic.pipeline.store import MAX_NAME, PipelineConfig
 from ludic.runs.settings import PipelineSection, RunConfig
 from ludic.runs.settings.base import read_key
@@ -82,16 +82,22 @@ def fingerprint(config: RunConfig) -> str:
 
 
 def find_pipeline(
-    config: RunConfig, folder: Path | None = None, url: str | None = None
+    config: RunConfig,
+    folder: Path | None = None,
+    url: str | None = None,
+    *,
+    own: LocalRedis | None = None,
 ) -> PipelineConfig:
-    """Returns the address of a run's streams: as given, as in LUDIC_REDIS_URL, as its settings say,
-    or that of the Redis that its trainer has started."""
+    """Returns the address of a run's streams: in this process's `own` Redis, or as given, as in
+    LUDIC_REDIS_URL, as its settings say, or that of the Redis that its trainer has started."""
     if url is not None and urlsplit(url).password is not None:
         raise ConfigError(
             f"the URL of {without_user(url)} has a password, which an argument shows to everyone "
             f"on this machine: put it into the environment variable {URL_VARIABLE}"
         )
     section, name = section_of(config), run_name(config, folder)
+    if own is not None:
+        return PipelineConfig(own.url, name, patience_s=section.patience_s)
     if not url and section.url_env and not os.environ.get(section.url_env):
         raise ConfigError(f"pipeline.url_env={section.url_env!r}: that variable is not set")
     url = url or os.environ.get(section.url_env or "") or section.url

@@ -204,10 +204,7 @@ class Launch:
                 port = 0 if host is None else free_port(host)
                 self._redis = LocalRedis(self.path / "redis", host, port)
                 stack.enter_context(self._redis)
-                name = address.run_name(config, self.path)
-                pipeline = PipelineConfig(self._redis.url, name, patience_s=section.patience_s)
-            else:
-                pipeline = address.find_pipeline(config, self.path)
+            pipeline = address.find_pipeline(config, self.path, own=self._redis)
             store = Store(PipelineConfig(pipeline.url, pipeline.run, patience_s=2.0, call_s=5.0))
             stack.callback(store.close)
             for file in (self._secrets, self.path / address.FILE):

@@ -25,7 +25,6 @@ from ludic.pipeline import (
     Bounds,
     LocalRedis,
     PipelineBatchSource,
-    PipelineConfig,
     PipelinePublisher,
     PolicyFolder,
     TrainerLease,
@@ -95,10 +94,7 @@ class RunPipeline:
             self._redis = LocalRedis(self.folder / "redis")
             self._closing.enter_context(self._redis)
             self._closing.callback((self.folder / address.FILE).unlink, missing_ok=True)
-            name = address.run_name(self.config, self.folder)
-            pipeline = PipelineConfig(self._redis.url, name, patience_s=section.patience_s)
-        else:
-            pipeline = address.find_pipeline(self.config, self.folder)
+        pipeline = address.find_pipeline(self.config, self.folder, own=self._redis)
         if self.config.inference.backend == "local":
             if section.policy_folder:
                 self._policies = Path(section.policy_folder)
