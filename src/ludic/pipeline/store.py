@@ -42,10 +42,7 @@ _PASSING_CODES = ("OOM", "LOADING", "MISCONF", "BUSY", "READONLY", "MASTERDOWN")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 MAX_NAME = 200
 _LUA = Path(__file__).with_name("scripts.lua")
-_KEYS = (
-    *("requests", "groups", "units", "meta", "actors", "trainer"),
-    *("servers", "roles"),
-)
+_KEYS = ("requests", "groups", "units", "meta", "actors", "trainer", "servers", "roles")
 _HASHES = ("meta", "actors", "units", "servers", "roles")
 
 
