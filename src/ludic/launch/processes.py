@@ -39,14 +39,9 @@ class Processes:
     ) -> None:
         self._processes: list[WatchedProcess] = []
         self._logs: list[Path] = []
-        places = {"{address}": address, "{port}": ""}
-        if any("{port}" in word for word in role.command):
-            places["{port}"] = str(free_port(address))
-        command = []
-        for word in role.command:
-            for sign, value in places.items():
-                word = word.replace(sign, value)
-            command.append(word)
+        listens = any("{port}" in word for word in role.command)
+        port = str(free_port(address)) if listens else ""
+        command = [w.replace("{address}", address).replace("{port}", port) for w in role.command]
         environment = {**environment_alone(), **role.variables}
         if role.secrets is not None:
             try:
