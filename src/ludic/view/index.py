@@ -110,17 +110,15 @@ class RunIndex:
 
     def _sources(self, db: sqlite3.Connection) -> list[_Source]:
         sources: list[_Source] = []
-        for kind, paths in (
-            ("rollouts", self.run.rollout_files()),
-            ("tokens", self.run.token_files()),
-        ):
-            for path in paths:
-                try:
-                    real = self.run.confined(path)
-                except ViewError as exc:
-                    self._note(db, path.name, 0, str(exc))
-                    continue
-                sources.append(_Source(real, kind, path.relative_to(self.run.path).as_posix()))
+        files = [("rollouts", path) for path in self.run.rollout_files()]
+        files += [("tokens", path) for path in self.run.token_files()]
+        for kind, path in files:
+            try:
+                real = self.run.confined(path)
+            except ViewError as exc:
+                self._note(db, path.name, 0, str(exc))
+                continue
+            sources.append(_Source(real, kind, path.relative_to(self.run.path).as_posix()))
         db.commit()
         return sources
 

@@ -218,19 +218,17 @@ def compared(a: EvalReport, b: EvalReport) -> dict[str, Any]:
 
 def _pairs(a: EvalReport, b: EvalReport) -> list[dict[str, Any]]:
     left, right = _by_seed(a), _by_seed(b)
-    pairs = []
-    for key in dict.fromkeys([*left, *right]):
-        x, y = left.get(key), right.get(key)
-        pairs.append(
-            {
-                "seed": None if key[0] is None else str(key[0]),
-                "agent": key[1],
-                "a": _shown(x),
-                "b": _shown(y),
-                "difference": y.reward - x.reward if x and y else None,
-            }
-        )
-    return pairs
+    pairs = {key: (left.get(key), right.get(key)) for key in [*left, *right]}
+    return [
+        {
+            "seed": None if seed is None else str(seed),
+            "agent": agent,
+            "a": _shown(x),
+            "b": _shown(y),
+            "difference": y.reward - x.reward if x and y else None,
+        }
+        for (seed, agent, _), (x, y) in pairs.items()
+    ]
 
 
 def _by_seed(report: EvalReport) -> dict[tuple[int | None, str, int], EpisodeResult]:

@@ -190,15 +190,11 @@ def group_page(run: RunPlace, db: sqlite3.Connection, group: str) -> dict[str, A
         attempts.append({**row, "turns_shown": _turns(rollout), "first": _first(rollout)})
     parting: dict[str, int | None] = {}
     for role in dict.fromkeys(row["agent"] for row in rows):
-        texts = [
-            [turn["text"] for turn in attempt["turns_shown"]]
-            for attempt in attempts
-            if attempt["agent"] == role
-        ]
+        played = [attempt["turns_shown"] for attempt in attempts if attempt["agent"] == role]
+        texts = [[turn["text"] for turn in turns] for turns in played]
         parting[role] = _parting(texts)
-        for attempt in attempts:
-            if attempt["agent"] == role:
-                _mark_common(attempt["turns_shown"], texts)
+        for turns in played:
+            _mark_common(turns, texts)
     return {"group": group, "attempts": attempts, "parting": parting}
 
 
