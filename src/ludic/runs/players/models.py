@@ -163,11 +163,7 @@ class OtherPlayers:
 
 def sampling_of(player: PlayerSection, inference: InferenceSpec) -> InferenceSpec:
     """Returns how a player is sampled from: as the run says, or as its table does."""
-    given = {
-        key: value
-        for key in ("temperature", "max_tokens")
-        if (value := getattr(player, key)) is not None
-    }
+    given = player.model_dump(include={"temperature", "max_tokens"}, exclude_none=True)
     returns = ReturnSpec(logprobs=player.api == "vllm")
     return replace(inference, sampling=replace(inference.sampling, **given), returns=returns)
 
