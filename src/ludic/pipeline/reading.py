@@ -19,7 +19,7 @@ from ludic.plumbing.records import encode
 from ludic.plumbing.text import TRACEBACK
 from ludic.rollouts.engine import FailureMonitor as FailureMonitor
 from ludic.rollouts.requests import RolloutRequest
-from ludic.types import EnvSpec, ProtocolSpec, Rollout, to_json
+from ludic.types import EnvSpec, ProtocolSpec, Rollout, TokenTrace, to_json
 
 _log = logging.getLogger("ludic.pipeline")
 
@@ -130,15 +130,13 @@ def lag_of(group: Group, version: int | None) -> int:
     that was lost, counts as not behind at all."""
     if version is None:
         return 0
-    versions = (
-        span.version
-        for rollout in group.rollouts
-        for step in rollout.agent_steps
-        if step.trace is not None
-        for span in step.trace.version_spans
-        if span.end > span.start
-    )
-    return max(version - min(versions, default=version), 0)
+    spans = [span for trace in _traces(group) for span in trace.version_spans]
+    oldest = min((span.version for span in spans if span.end > span.start), default=version)
+    return max(version - oldest, 0)
+
+
+def _traces(group: Group) -> list[TokenTrace]:
+    return [s.trace for r in group.rollouts for s in r.agent_steps if s.trace is not None]
 
 
 def metrics_of(
@@ -175,11 +173,9 @@ def judge(group: Group, version: int | None, max_lag: int, stale: StalePolicy) -
         return None
     if stale != "correct":
         return "stale"
-    for rollout in group.rollouts:
-        for step in rollout.agent_steps:
-            if step.trace is not None and step.trace.completion_logprobs is None:
-                raise NotTrainableError(
-                    "stale='correct' needs the log-probs that the sampler reported, and group "
-                    f"{group.number} has none: let the sampler return them, or set stale='drop'"
-                )
+    if any(trace.completion_logprobs is None for trace in _traces(group)):
+        raise NotTrainableError(
+            "stale='correct' needs the log-probs that the sampler reported, and group "
+            f"{group.number} has none: let the sampler return them, or set stale='drop'"
+        )
     return None
