@@ -232,12 +232,8 @@ class _Checkup:
 
 def _prompts(tokenizer: Any, count: int) -> tuple[tuple[int, ...], ...]:
     """Texts of different kinds and lengths, so that requests in one batch differ."""
-    prompts = []
-    for index in range(count):
-        text = _TEXTS[index % len(_TEXTS)]
-        ids = tokenizer.encode(f"{index}. " * (index // len(_TEXTS)) + text)
-        prompts.append(tuple(int(i) for i in ids))
-    return tuple(prompts)
+    texts = (f"{i}. " * (i // len(_TEXTS)) + _TEXTS[i % len(_TEXTS)] for i in range(count))
+    return tuple(tuple(map(int, tokenizer.encode(text))) for text in texts)
 
 
 def _item(trace: Any, temperature: float) -> SAWItem:

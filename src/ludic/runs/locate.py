@@ -44,18 +44,13 @@ def check_given(config: RunConfig, run: str) -> None:
         path: name for path, name in given_names(config.plain()).items() if not is_bound(name)
     }
     if missing:
-        places = ", ".join(_as_written(missing, config))
+        alone = len(config.env) == 1  # then it has no number in a run file
+        places = ", ".join(p.replace("env.0.", "env.", 1) if alone else p for p in missing)
         raise ConfigError(
             f"{run} was started from a script with Python objects that no file holds "
             f"({places}): resume from Python and pass them again, as in "
             f"{_resuming(run, missing)}"
         )
-
-
-def _as_written(paths: Iterable[str], config: RunConfig) -> list[str]:
-    """The places of settings as a run file has them: the only environment has no number."""
-    alone = len(config.env) == 1
-    return [p.replace("env.0.", "env.", 1) if alone else p for p in paths]
 
 
 def how_to_go_on(config: RunConfig, run: Path) -> str:

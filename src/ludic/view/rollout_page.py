@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -233,10 +234,7 @@ def _first(rollout: Rollout) -> str:
 
 
 def _parting(texts: Sequence[Sequence[str]]) -> int | None:
-    for number in range(max(map(len, texts), default=0)):
-        if len({each[number] if number < len(each) else None for each in texts}) > 1:
-            return number
-    return None
+    return next((n for n, said in enumerate(zip_longest(*texts)) if len(set(said)) > 1), None)
 
 
 def _mark_common(turns: list[dict[str, Any]], texts: Sequence[Sequence[str]]) -> None:

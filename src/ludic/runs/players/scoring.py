@@ -52,11 +52,8 @@ class Scoring:
         if not config.training.steps:
             return
         if (reference := config.reference) is not None:
-            scores = (
-                self._of_start(model, folder)
-                if reference.model == "start"
-                else self._of(reference, "reference")
-            )
+            start = reference.model == "start"
+            scores = self._of_start(model, folder) if start else self._of(reference, "reference")
             self.scorers.append(scoring.ReferenceScorer(scores))
         if teachers := config.teacher:
             models = {

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -290,10 +291,7 @@ def read_curve(metrics: Path, key: str) -> Curve:
 
 def smoothed(values: Sequence[float], window: int = 8) -> list[float]:
     """Returns the trailing mean, in which a trend can be seen."""
-    return [
-        sum(values[max(0, i - window + 1) : i + 1]) / (i + 1 - max(0, i - window + 1))
-        for i in range(len(values))
-    ]
+    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def plot_png(path: Path, curve: Curve, summary: dict[str, Any]) -> bool:
