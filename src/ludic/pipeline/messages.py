@@ -217,12 +217,7 @@ def _put_trace(trace: TokenTrace) -> _Trace:
         _put_ids(trace.completion_token_ids),
         None if logprobs is None else _put_floats(logprobs),
         _put("<i8", [number for span in spans for number in span]),
-        None
-        if kept is None
-        else (
-            _put("<i8", [len(ids) for ids in kept]),
-            _put_ids([i for ids in kept for i in ids]),
-        ),
+        None if kept is None else _put_kept(kept),
     )
 
 
@@ -237,6 +232,10 @@ def _get_trace(
         tuple(VersionSpan(*span) for span in zip(spans, spans, spans, spans, strict=True)),
         None if data.kept is None else _get_kept(*data.kept),
     )
+
+
+def _put_kept(kept: Sequence[Sequence[int]]) -> tuple[_Array, _Array]:
+    return _put("<i8", [len(ids) for ids in kept]), _put_ids([i for ids in kept for i in ids])
 
 
 def _get_kept(lengths: _Array, ids: _Array) -> tuple[tuple[int, ...], ...]:

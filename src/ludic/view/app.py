@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mimetypes
+import re
 import sqlite3
 from collections.abc import Callable, Iterable
 from contextlib import asynccontextmanager
@@ -254,10 +255,7 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
 def _export(view: View) -> Callable[[Request], Response]:
     def handle(request: Request) -> Response:
         page = rollout_html(view.rollout(request), request.query_params.get("run", ""))
-        name = "".join(
-            c if c.isascii() and (c.isalnum() or c in "-_.") else "-"
-            for c in request.query_params.get("id", "rollout")
-        )
+        name = re.sub("[^A-Za-z0-9_.-]", "-", request.query_params.get("id", "rollout"))
         return Response(
             page.encode("utf-8", "replace"),
             media_type="text/html",

@@ -66,17 +66,13 @@ def details(run: RunPlace, curves: CurveStore) -> dict[str, Any]:
 
 def differing(cards: Iterable[Mapping[str, Any]]) -> list[str]:
     """The settings that are not the same in all runs."""
-    seen: dict[str, set[str]] = {}
     settings = [card["settings"] for card in cards if card["settings"]]
-    for each in settings:
-        for key, value in each.items():
-            seen.setdefault(key, set()).add(json.dumps(value, default=str))
-    return [
-        key
-        for key, values in seen.items()
-        if key not in _NOT_SETTINGS
-        and (len(values) > 1 or any(key not in each for each in settings))
-    ]
+    keys = dict.fromkeys(key for each in settings for key in each if key not in _NOT_SETTINGS)
+
+    def values(key: str) -> set[str]:
+        return {json.dumps(each[key], default=str) if key in each else "" for each in settings}
+
+    return [key for key in keys if len(values(key)) > 1]
 
 
 def flattened(config: Any, prefix: str = "") -> dict[str, Any]:
