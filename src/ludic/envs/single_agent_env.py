@@ -21,8 +21,6 @@ class SingleAgentEnv(LudicEnv[AgentID, Obs, Action]):
     agent_id: ClassVar[AgentID] = "agent"
     _over = True
     """Whether no episode runs."""
-    _task_key: str | None = None
-    """Names the task of the episode, where `env_reset` sets it."""
 
     @abstractmethod
     def env_reset(
@@ -69,9 +67,6 @@ class SingleAgentEnv(LudicEnv[AgentID, Obs, Action]):
 
     def current_obs(self) -> Mapping[AgentID, Obs]:
         return {self.agent_id: self.env_current_obs()}
-
-    def task_key(self) -> str | None:
-        return self._task_key
 
     async def _awaited(self, result: Awaitable[T]) -> Mapping[AgentID, T]:
         return self._noted(await result)

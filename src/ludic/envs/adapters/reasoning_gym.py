@@ -62,6 +62,7 @@ class ReasoningGymEnv(SingleAgentEnv):
         with _making:  # many environments start at once: one makes it, the others find it there
             self._questions = _made(self.task, level, config, self.size, self.dataset_seed)
         self._entry: Mapping[str, Any] = {}
+        self._key: str | None = None
 
     @property
     def return_range(self) -> tuple[float, float]:
@@ -71,8 +72,8 @@ class ReasoningGymEnv(SingleAgentEnv):
         seed = secrets.randbits(63) if seed is None else seed
         index = derive_seed(seed, "row") % self.size if self.index is None else self.index
         self._entry = self._questions.entry(index)
-        self._task_key = f"{self._questions.name}#{index}"
-        return self.env_current_obs(), {"task": self._task_key}
+        self._key = f"{self._questions.name}#{index}"
+        return self.env_current_obs(), {"task": self._key}
 
     def env_step(self, action: Action) -> StepOutcome:
         target = self._entry.get("answer")
@@ -89,6 +90,9 @@ class ReasoningGymEnv(SingleAgentEnv):
 
     def suggested_sysprompt(self, agent_id: str) -> str | None:
         return self.system_prompt
+
+    def task_key(self) -> str | None:
+        return self._key
 
 
 class _Questions:

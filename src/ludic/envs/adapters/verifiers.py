@@ -76,6 +76,7 @@ class VerifiersEnv(SingleAgentEnv):
         self._state: Any = None
         self._prompt: list[Any] = []
         self._obs, self._system = "", ""
+        self._key: str | None = None
 
     def _rows(self) -> Any:
         try:
@@ -87,7 +88,7 @@ class VerifiersEnv(SingleAgentEnv):
     async def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
         index = self._data.pick(seed, self.index, self.limit)
         row = dict(self._data.rows[index])
-        self._task_key = f"{self.id}#{row.get('example_id', index)}"
+        self._key = f"{self.id}#{row.get('example_id', index)}"
         self._prompt = await _loop.run(self._begin(row))
         system = [message for message in self._prompt if message.role == "system"]
         shown = [message for message in self._prompt if message.role != "system"]
@@ -96,7 +97,7 @@ class VerifiersEnv(SingleAgentEnv):
             filter(None, [*(_text_of(m, self.id) for m in system), _tools_text(tools)])
         )
         self._obs = _as_text(shown, self.id)
-        return self._obs, {"task": self._task_key}
+        return self._obs, {"task": self._key}
 
     async def env_step(self, action: Action) -> StepOutcome:
         return await _loop.run(self._answer(action))
@@ -106,6 +107,9 @@ class VerifiersEnv(SingleAgentEnv):
 
     def suggested_sysprompt(self, agent_id: str) -> str | None:
         return self._system
+
+    def task_key(self) -> str | None:
+        return self._key
 
     def close(self) -> None:
         if not self._over:

@@ -75,6 +75,7 @@ class GameBoyEnv(SingleAgentEnv):
             self._emulator.run(self.description.boot)
             self._starts = [("start", self._emulator.snapshot())]
         self._reader = Reader(self.description)
+        self._start = ""
 
     def _check(self, rom: bytes) -> None:
         game, found = self.description, hashlib.sha1(rom).hexdigest()
@@ -94,7 +95,7 @@ class GameBoyEnv(SingleAgentEnv):
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
         random = Random(derive_seed(secrets.randbits(63) if seed is None else seed, "start"))
-        self._task_key, state = random.choice(self._starts)
+        self._start, state = random.choice(self._starts)
         self._emulator.restore(state)
         if frames := random.randint(0, self.jitter):
             self._emulator.run(frames)
@@ -157,6 +158,9 @@ class GameBoyEnv(SingleAgentEnv):
         marks = "".join(f", {mark.glyph} {mark.list}" for mark in grid.marks) if grid else ""
         drawn = f" On the map, @ is you, . can be walked on, # cannot{marks}." if grid else ""
         return f"You play {self.description.title}.{drawn} {self._said_actions()}"
+
+    def task_key(self) -> str | None:
+        return self._start
 
     def snapshot(self) -> bytes:
         """The game as it is, to be written to a file and begun from as one of `states`."""
