@@ -39,6 +39,7 @@ from safetensors.torch import load_file, save_model
 from ludic.errors import LudicError
 from ludic.pipeline import LocalRedis, PipelineConfig
 from ludic.pipeline.store import Store, entries
+from ludic.plumbing.files import replacing
 from tests.pipeline.world import Recorded, act, make_source, make_trainer, recorded, trained_units
 
 GROUPS_PER_UPDATE = 2
@@ -81,7 +82,8 @@ def trainer_main(config: PipelineConfig, folder: Path, updates: int, drops: bool
         report["waiting"] = [asked.of for asked in books.waiting if asked.of is not None]
         await source.close("all updates are done")
         save_model(trainer.model, str(folder / "weights"))
-        (folder / "done.json").write_text(json.dumps(report))
+        with replacing(folder / "done.json") as file:  # which others wait for
+            file.write_text(json.dumps(report))
 
     asyncio.run(train())
 

@@ -64,6 +64,7 @@ class DatasetEnv(SingleAgentEnv):
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"{type(self).__name__}(limit={self.limit}): must be at least 1")
+        self._task_key: str | None = None
 
     @cached_property
     def data(self) -> DatasetRows:
@@ -90,6 +91,9 @@ class DatasetEnv(SingleAgentEnv):
 
     def suggested_sysprompt(self, agent_id: str) -> str | None:
         return self.default_system_prompt if self.system_prompt is None else self.system_prompt
+
+    def task_key(self) -> str | None:
+        return self._task_key
 
 
 _loading = threading.Lock()
