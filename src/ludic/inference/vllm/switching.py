@@ -37,7 +37,7 @@ class SwitchRoute:
     def __init__(self, app: App) -> None:
         self._app = app
         # The answers of many requests are hundreds of thousands of objects, and while a collection
-        # looks through them (for up to 0.3 s), the server hears nobody.
+        # looks through them, the server hears nobody.
         gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
         self._scoring: asyncio.Future[list[float] | None] | None = None
 
