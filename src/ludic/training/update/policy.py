@@ -20,7 +20,7 @@ from ludic.errors import ConfigError
 from ludic.plumbing.contexts import holding
 from ludic.plumbing.llama_layers import can_fuse
 from ludic.plumbing.model_parts import (
-    active_dropout,
+    Dropouts,
     backbone_of,
     base_causal_lm,
     config_facts,
@@ -68,6 +68,7 @@ class Policy(nn.Module):
         self.packs = self.sharing = True
         self.precision, self.head_kernels = cfg.precision, cfg.head_kernels
         self.keep_logits = cfg.keep_logits or 0
+        self._dropouts = Dropouts(model)
         causal = base_causal_lm(model)
         facts = config_facts(causal)
         self.rule, self.rope_threshold = logit_rule(facts), rope_threshold(facts)
@@ -100,7 +101,7 @@ class Policy(nn.Module):
         """Log-probs, entropies and logits of the action tokens; a plain tuple, for FSDP's hooks."""
         launched = logits or _recomputing.get() or not torch.is_grad_enabled()
         if self.graphs is not None and not launched:
-            alone = micro.longest > self.longest_packed or active_dropout(self.model)
+            alone = micro.longest > self.longest_packed or self._dropouts.active()
             replayed = None if alone else self.graphs(micro)
             if replayed is not None:
                 return replayed[0], replayed[1] if entropy else None, None
@@ -176,7 +177,7 @@ class Policy(nn.Module):
         While the base model drops units, all do: packed attention has no dropout. An adapter's
         dropout lies outside of attention.
         """
-        if not self.packs or active_dropout(self.model, but="lora_dropout"):
+        if not self.packs or self._dropouts.active(but="lora_dropout"):
             return 0
         return self.rope_threshold
 
@@ -184,7 +185,7 @@ class Policy(nn.Module):
     def shares(self) -> bool:
         """Whether tokens that several rows begin with may be computed once: not under dropout,
         which every row draws for itself."""
-        return self.packs and self.sharing and active_dropout(self.model) is None
+        return self.packs and self.sharing and self._dropouts.active() is None
 
     def shares_in(self, layout: Layout, indices: Iterable[int]) -> bool:
         """Whether these rows, in one micro-batch, may share what they begin with."""
