@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
+import time
+from functools import partial
+from operator import mul
+from typing import Any
 
 import pytest
 
@@ -60,3 +65,47 @@ async def test_a_thread_that_could_not_be_started_takes_nobodys_place(
         with pytest.raises(RuntimeError, match="can't start"):
             await threads.run(lambda: 1, what="an answer", whom="a call", timeout_s=60)
     assert await threads.run(lambda: 2, what="an answer", whom="a call", timeout_s=60) == 2
+
+
+def test_every_loop_hears_of_its_own_calls_however_many_end_at_once() -> None:
+    threads, answers = EnvThreads(), dict[int, list[int]]()
+
+    async def call_all(sign: int) -> None:
+        calls = (
+            threads.run(partial(mul, sign, n), what="a number", whom="a call", timeout_s=60)
+            for n in range(100)
+        )
+        answers[sign] = await asyncio.gather(*calls)
+
+    callers = [threading.Thread(target=asyncio.run, args=(call_all(sign),)) for sign in (-1, 1)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert answers == {sign: [sign * n for n in range(100)] for sign in (-1, 1)}
+
+
+async def test_answers_that_come_before_the_loop_looks_wake_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, loop, gate, woken = EnvThreads(), asyncio.get_running_loop(), threading.Event(), []
+    call_soon = loop.call_soon_threadsafe
+
+    def wake(*args: Any) -> None:
+        woken.append(args)
+        call_soon(*args)
+
+    def hold_up_the_loop() -> None:
+        gate.set()
+        while len(threads._answered.get(loop, ())) < 8:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", wake)
+    calls = [
+        asyncio.create_task(threads.run(gate.wait, what="a gate", whom="a call", timeout_s=60))
+        for _ in range(8)
+    ]
+    await asyncio.sleep(0)
+    hold_up_the_loop()
+    assert await asyncio.gather(*calls) == [True] * 8
+    assert len(woken) == 1

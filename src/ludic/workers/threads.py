@@ -29,6 +29,7 @@ from typing import Any, Final, TypeVar
 
 from ludic.errors import DeadlineError, LudicError, NoThreadError
 from ludic.plumbing.text import error_text
+from ludic.workers.deadlines import deadline
 
 T = TypeVar("T")
 
@@ -48,10 +49,6 @@ class _Call:
         self.finished = False
         self.on_return: Callable[[], None] | None = None  # set once the call is given up
 
-    def wake(self) -> None:
-        if not self.waiter.done():
-            self.waiter.set_result(None)
-
 
 class EnvThreads:
     """Runs each blocking call in a separate thread; idle threads are used again.
@@ -66,6 +63,7 @@ class EnvThreads:
         self.max_abandoned = max_abandoned
         self._lock = threading.Lock()
         self._idle: list[SimpleQueue[_Call]] = []
+        self._answered: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
         self._running = 0
         self._abandoned = 0
 
@@ -94,10 +92,8 @@ class EnvThreads:
         call = _Call(fn, loop)
         self._hand_over(call, whom)
         try:
-            if timeout_s is None:
+            with suppress(TimeoutError), deadline(timeout_s):
                 await call.waiter
-            else:
-                await asyncio.wait((call.waiter,), timeout=timeout_s)
         finally:
             given_up = self._give_up_unless_finished(call, on_return)
             if given_up and on_abandon is not None:
@@ -151,12 +147,29 @@ class EnvThreads:
                 on_return = call.on_return
                 if on_return is None:
                     self._idle.append(inbox)
+                    answered = self._answered.setdefault(call.loop, [])
+                    answered.append(call)
             if on_return is not None:
                 self._leave(on_return)
                 return
-            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody is waiting
-                call.loop.call_soon_threadsafe(call.wake)
-            del call
+            if answered[0] is call:
+                self._wake(call.loop)
+            del call, answered
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Tells a loop of all that was answered until it looks: waking it costs more than that."""
+        try:
+            loop.call_soon_threadsafe(self._settle, loop)
+        except RuntimeError:  # it was closed meanwhile: nobody is waiting
+            with self._lock:
+                self._answered.pop(loop, None)
+
+    def _settle(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            answered = self._answered.pop(loop)
+        for call in answered:
+            if not call.waiter.done():
+                call.waiter.set_result(None)
 
     def _leave(self, on_return: Callable[[], None]) -> None:
         with suppress(BaseException):  # the episode failed already; nobody is left to be told
