@@ -37,8 +37,12 @@ def read_number(text: str) -> Fraction | None:
     full stop after are allowed ("-$1,234.50", "50%", "3/4", "\\frac{3}{4}"). A percent sign is
     read as a unit: 50% is 50.
     """
-    if len(text) > MAX_NUMBER_CHARS:
-        return None
+    return None if len(text) > MAX_NUMBER_CHARS else _number(text)
+
+
+@lru_cache(maxsize=4096)
+def _number(text: str) -> Fraction | None:
+    # The targets of a group are the same, and so are many of its answers.
     body = text.strip().rstrip(".").strip("$").replace("\\!", "").replace("\\,", "").strip()
     body = re.sub(r"\s*\\?%$", "", body)
     body = _LATEX_FRACTION.sub(r"\1/\2", body)
