@@ -156,6 +156,27 @@ async def test_the_canary_is_scored_behind_the_trainer_and_before_the_weights_ch
     assert publisher.published == 1
 
 
+async def test_a_model_on_a_gpu_is_read_once_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludic.distributed.background._is_on_host", lambda weights: False)
+    weights, was_copied = Blocked(), list[bool]()
+
+    class Reading(Gate):
+        async def read_model(self, weights: Weights, version: int) -> None:
+            was_copied.append(read.is_set())
+
+    gate, read = Reading(), weights.read
+    publisher = BackgroundPublisher(gate, held=True)
+    publishing = asyncio.create_task(publisher.publish(weights, 1))
+    assert await asyncio.to_thread(weights.reading.wait, 60)
+    for _ in range(10):  # as often as anything else may run meanwhile
+        await asyncio.sleep(0)
+    read.set()
+    await publishing
+    gate.open.release()
+    await publisher.settle()
+    assert was_copied == [True]
+
+
 async def test_scores_that_are_taken_for_later_leave_the_model_in_its_mode() -> None:
     model, modes = tiny_model(layers=1, hidden_size=32), list[bool]()
     model.train()

@@ -125,10 +125,13 @@ class BackgroundPublisher(PolicyPublisher):
         taking = asyncio.create_task(
             asyncio.to_thread(lambda: buffer.take(self.inner.snapshot_of(weights)))
         )
+        self._copying = taking
+        if not (self.held and _is_on_host(weights)):
+            # Before the model is read, which would take turns with it. Who is cancelled does not
+            # stop the thread.
+            await asyncio.shield(taking)
         reading = asyncio.create_task(self.inner.read_model(weights, version))
         self._copying = asyncio.create_task(asyncio.wait({taking, reading}))
-        if not (self.held and _is_on_host(weights)):
-            await asyncio.shield(taking)  # who is cancelled does not stop the thread
         self.check()
         if self.beside is not None:
             await self.beside.publish(weights, version)
