@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from secrets import token_hex
 from typing import Any
 
 import pytest
@@ -13,13 +14,20 @@ from ludic.envs import LudicEnv
 from ludic.errors import RolloutError
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
 from ludic.interaction.factories import single_agent_protocol
-from ludic.pipeline import ActorConfig, PipelineConfig, messages, only, run_pipeline_actor
+from ludic.pipeline import (
+    ActorConfig,
+    LocalRedis,
+    PipelineConfig,
+    messages,
+    only,
+    run_pipeline_actor,
+)
 from ludic.pipeline.messages import Unit, unit_message
 from ludic.pipeline.store import Store
 from ludic.rollouts import RolloutEngine
 from ludic.types import Rollout
 from tests.pipeline.test_batch_source import acting, announced, units_of, until
-from tests.pipeline.world import ENVS, REQUEST, make_client, make_source
+from tests.pipeline.world import ENVS, REQUEST, make_client, make_source, server_of
 
 pytestmark = pytest.mark.redis
 
@@ -69,6 +77,7 @@ async def test_what_cannot_be_sent_costs_its_episode_and_no_actor(
     config: PipelineConfig,
     store: Store,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     secret: Any,
     where: str,
     failed: int,
@@ -85,10 +94,35 @@ async def test_what_cannot_be_sent_costs_its_episode_and_no_actor(
     assert len({r.episode_id for r in kept}) == len(kept) == 16
     errors = {r.episode_id: r.error for r in kept if r.error is not None}
     assert len(errors) == failed == first.meta["failed_episodes"]
-    named = r"unit 0 \(environment 'guess', seed \d+\): .*cannot be sent: .*"
     for episode, error in errors.items():
         assert episode.startswith(where)
-        assert re.fullmatch(f"{named}{cause}.*", error)
+        assert re.fullmatch(f"what it recorded cannot be sent: .*{cause}.*", error)
+    named = rf"{failed} of a batch's 8 .*: {failed} x unit 0 \(environment 'guess', seed \d+\): "
+    assert re.search(named + "what it recorded", caplog.text)
+    await source.close()
+
+
+@pytest.mark.parametrize("limit", ["proto-max-bulk-len", "client-query-buffer-limit"])
+async def test_a_record_that_redis_refuses_costs_its_unit_and_no_actor(
+    own_server: LocalRedis, limit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = PipelineConfig(own_server.url, "refused", patience_s=30.0)
+    server_of(Store(config)).config_set(limit, "1mb")
+    kept, long = Kept(), token_hex(3 * 2**19)  # compressed, half of it
+    source = await announced(make_source(config, writer=kept, lease_s=20.0))
+    playing = noting(lambda episode: {"long": long} if episode.startswith("unit-0/2/") else {})
+    async with acting(config, 2, **playing):
+        first, second = await source.next_batch(), await source.next_batch()
+    assert (units_of(first), units_of(second)) == ([1], [2, 3])
+    failed = {r.episode_id: r.error for r in kept if r.error is not None}
+    assert {episode.partition("/")[0] for episode in failed} == {"unit-0"}
+    assert len(failed) == 4 == first.meta["failed_episodes"]
+    said = (
+        r"what it recorded cannot be sent: PipelineError: Redis at unix:.* (breaks off|cannot do)"
+    )
+    assert all(re.match(said, error) for error in failed.values())
+    named = r"4 of a batch's 8 .*: 4 x unit 0 \(environment 'guess', seed \d+\): what it recorded"
+    assert re.search(named, caplog.text)
     await source.close()
 
 

@@ -247,18 +247,15 @@ class Actor:
         group = unit if isinstance(unit, Group) else await self._play(unit, self._episodes[entry])
         self._sending.add(entry)
         self._episodes.pop(entry, None)
-        group, message = await asyncio.to_thread(self._message, unit, group)
-        tokens = sum(rollout.num_tokens for rollout in group.rollouts)
-        sent = (self.name, entry, group.number, message, tokens)
-        word = (await self._store.run_async("append", *sent)).decode()
+        group, size, word = await asyncio.to_thread(self._send, entry, unit, group)
         if word != "ok":
             self.report.refused[word] += 1
             _log.info("unit %d: its group is refused (%s)", group.number, word)
             return
         self.report.groups += 1
         self.report.episodes += len({rollout.episode_id for rollout in group.rollouts})
-        self.report.tokens += tokens
-        self.report.bytes += len(message)
+        self.report.tokens += sum(rollout.num_tokens for rollout in group.rollouts)
+        self.report.bytes += size
 
     async def _play(self, unit: Unit, at_once: int) -> Group:
         """Samples the unit when there is room: its size is seen only when it is taken. The
@@ -279,7 +276,7 @@ class Actor:
             first = (await self._policies.enough_for(unit)).serial
             began, loaded_s = time.monotonic(), self._policies.loaded_s
             rollouts = await self._engine.generate_rollouts(
-                unit.requests, unit.max_steps, at_once, prefix=unit.prefix
+                unit.requests, unit.max_steps, at_once, prefix=unit.prefix, judged=False
             )
             try:
                 marked = stamped(
@@ -291,31 +288,37 @@ class Actor:
             times = Times(began - asked, time.monotonic() - began, loaded_s)
             return Group(unit.number, tuple(marked), self.name, times=times)
 
-    def _message(self, unit: Unit | Group, group: Group) -> tuple[Group, bytes]:
-        """The group as it is sent. What cannot be encoded has failed, like an episode that raised:
-        the next actor would get no further with it. It costs its episode; a group that is too large
-        only as a whole costs all of them."""
+    def _send(self, entry: str, unit: Unit | Group, group: Group) -> tuple[Group, int, str]:
+        """Appends the group. What cannot be encoded, or what Redis refuses, has failed, like an
+        episode that raised: the next actor would get no further with it. It costs its episode; a
+        group that cannot be sent only as a whole costs all of them."""
         try:
-            return group, group_message(group)
-        except Exception:
-            if isinstance(unit, Group):
+            return self._append(entry, group)
+        except Exception as exc:
+            if isinstance(unit, Group) or isinstance(exc, NoAnswerError):
                 raise
         planned = plan_episodes(unit.requests, seed=self._engine.seed, prefix=unit.prefix)
         parts = {e.id: [r for r in group.rollouts if r.episode_id == e.id] for e in planned}
         for episodes in (*((episode,) for episode in planned), planned):
-            rollouts = tuple(r for e in episodes for r in parts[e.id])
+            group = replace(group, rollouts=tuple(r for e in episodes for r in parts[e.id]))
             try:
-                group_message(replace(group, rollouts=rollouts))
+                if episodes is planned:
+                    return self._append(entry, group)
+                group_message(group)
+            except NoAnswerError:
+                raise
             except Exception as exc:
-                for e in episodes:
-                    why = (
-                        f"unit {unit.number} (environment {e.request.env.kind!r}, seed "
-                        f"{e.env_seed}): what it recorded cannot be sent: {error_text(exc)}"
-                    )
-                    parts[e.id] = failed_episode(e, unit.max_steps, why)
-                _log.warning("%d of %d episodes failed: %s", len(episodes), len(planned), why)
-        group = replace(group, rollouts=tuple(r for part in parts.values() for r in part))
-        return group, group_message(group)
+                why = f"what it recorded cannot be sent: {error_text(exc)}"
+                parts |= {e.id: failed_episode(e, unit.max_steps, why) for e in episodes}
+        rollouts = tuple(r for part in parts.values() for r in part)
+        return self._append(entry, replace(group, rollouts=rollouts))
+
+    def _append(self, entry: str, group: Group) -> tuple[Group, int, str]:
+        """The group as it was sent, its bytes, and what Redis says to it."""
+        message = group_message(group)
+        tokens = sum(rollout.num_tokens for rollout in group.rollouts)
+        word = self._store.run("append", self.name, entry, group.number, message, tokens)
+        return group, len(message), word.decode()
 
     def _give_up(self, lost: list[str]) -> None:
         """Ends the work on units that are not ours any more; one that is being sent is refused by

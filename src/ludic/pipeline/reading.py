@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -159,12 +160,23 @@ def metrics_of(
 def count_failures(monitor: FailureMonitor, rollouts: Sequence[Rollout]) -> None:
     """Notes the episodes of a batch, those that failed last: it is the batch that is judged, not
     the group that comes first. Raises `RolloutError` where too many failed, on whichever actor."""
-    episodes: dict[str, Rollout] = {}
+    episodes: dict[str, tuple[str, Rollout]] = {}
     for rollout in rollouts:
         if rollout.error is not None or rollout.episode_id not in episodes:
-            episodes[rollout.episode_id] = rollout
-    for rollout in sorted(episodes.values(), key=lambda r: r.error is not None):
-        monitor.record(rollout.error, rollout.meta.get(TRACEBACK))
+            episodes[rollout.episode_id] = (_cause(rollout), rollout)
+    if failed := Counter(cause for cause, _ in episodes.values() if cause):
+        shown = "; ".join(f"{n} x {cause}" for cause, n in failed.most_common(5))
+        _log.warning("%d of a batch's %d episodes failed: %s", failed.total(), len(episodes), shown)
+    for cause, rollout in sorted(episodes.values(), key=lambda pair: bool(pair[0])):
+        monitor.record(cause or None, rollout.meta.get(TRACEBACK))
+
+
+def _cause(rollout: Rollout) -> str:
+    """Why it failed, and where: in which unit, by the episode's id; empty if it did not."""
+    if rollout.error is None or rollout.env is None:
+        return rollout.error or ""
+    unit = rollout.episode_id.partition("/")[0].replace("-", " ")
+    return f"{unit} (environment {rollout.env.kind!r}, seed {rollout.env_seed}): {rollout.error}"
 
 
 def judge(group: Group, version: int | None, max_lag: int, stale: StalePolicy) -> str | None:

@@ -15,6 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,7 @@ _PASSING = (
 )
 _PASSING_CODES = ("OOM", "LOADING", "MISCONF", "BUSY", "READONLY", "MASTERDOWN")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
+_ALWAYS_TAKEN, _MOST_BREAKS = 1_000_000, 4  # no server can be told to take less than 1 MiB
 MAX_NAME = 200
 _LUA = Path(__file__).with_name("scripts.lua")
 _KEYS = ("requests", "groups", "units", "meta", "actors", "trainer", "servers", "roles")
@@ -140,7 +142,8 @@ class Store:
         holds it, and `EmptiedError` where the server has lost its data."""
         keys = list(self.keys.values())
         call = self._scripts[script]
-        answer = self.patiently(lambda: call(keys=keys, args=args), script, patience_s)
+        size = sum(len(arg) for arg in args if isinstance(arg, bytes))
+        answer = self.patiently(lambda: call(keys=keys, args=args), script, patience_s, size)
         if isinstance(answer, list) and answer and answer[0] == b"lost":
             raise LostRunError(
                 f"another trainer holds the run {self.config.run!r} on {self.config.shown}: this "
@@ -156,11 +159,14 @@ class Store:
         """`run` for coroutines."""
         return await asyncio.to_thread(self.run, script, *args, patience_s=patience_s)
 
-    def patiently(self, call: Callable[[], T], what: str, patience_s: float | None = None) -> T:
-        """What `call` returns, asked again while the server cannot answer."""
+    def patiently(
+        self, call: Callable[[], T], what: str, patience_s: float | None = None, size: int = 0
+    ) -> T:
+        """What `call` returns, asked again while the server cannot answer. Where it only breaks off
+        a request of this `size` again and again, the request is too large for it."""
         patience = self.config.patience_s if patience_s is None else patience_s
         began = time.monotonic()
-        wait, warned = _FIRST_WAIT_S, False
+        wait, warned, breaks = _FIRST_WAIT_S, False, 0
         while True:
             try:
                 return call()
@@ -171,6 +177,14 @@ class Store:
                 ) from None
             except _PASSING as exc:
                 problem: errors.RedisError = exc
+                if size > _ALWAYS_TAKEN and isinstance(exc, errors.ConnectionError):
+                    with suppress(errors.RedisError):
+                        breaks += bool(self._redis.ping())
+                if breaks == _MOST_BREAKS:
+                    raise PipelineError(
+                        f"Redis at {self.config.shown} breaks off a request of {size:,} bytes "
+                        f"({what}): raise its client-query-buffer-limit and proto-max-bulk-len"
+                    ) from exc
             except errors.ResponseError as exc:
                 if _code(exc) not in _PASSING_CODES:
                     raise PipelineError(

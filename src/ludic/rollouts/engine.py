@@ -54,12 +54,13 @@ up to `max_retries` times, and after that the group is dropped."""
 class CallOptions(TypedDict, total=False):
     """What every call of the engine takes besides what is to be played. `prefix` begins every id
     and takes part in the seeds that requests leave open; by default it counts the calls. A `writer`
-    takes the place of the engine's."""
+    takes the place of the engine's. With `judged=False` the caller judges how many failed."""
 
     prefix: str | None
     budget: Budget | None
     on_progress: ProgressCallback | None
     writer: RolloutWriterLike | None
+    judged: bool
 
 
 class RolloutEngine:
@@ -139,6 +140,7 @@ class RolloutEngine:
         budget: Budget | None = None,
         on_progress: ProgressCallback | None = None,
         writer: RolloutWriterLike | None = None,
+        judged: bool = True,
     ) -> AsyncGenerator[Rollout, None]:
         """The same rollouts one by one, as their episodes finish; those of one episode stay
         together. A consumer that falls behind slows the episodes down; one that stops early
@@ -163,7 +165,7 @@ class RolloutEngine:
             earlier: list[str] = []
             while True:
                 rollouts = await play(episode, max_steps)
-                cause = self._noted(rollouts, failed)
+                cause = self._noted(rollouts, failed, judged)
                 if cause is None or episode.group_id is None or episode.attempt >= self.max_retries:
                     break
                 earlier.append(cause)
@@ -212,7 +214,7 @@ class RolloutEngine:
             lost_member=self.group_policy,
         )
 
-    def _noted(self, rollouts: Sequence[Rollout], failed: Counter[str]) -> str | None:
+    def _noted(self, rollouts: Sequence[Rollout], failed: Counter[str], judged: bool) -> str | None:
         """Why an attempt failed, or None; counts it either way."""
         cause = trace = None
         for rollout in rollouts:
@@ -220,7 +222,8 @@ class RolloutEngine:
                 cause, trace = cause or rollout.error, trace or rollout.meta.get(TRACEBACK)
         if cause is not None:
             failed[cause] += 1
-        self._monitor.record(cause, trace)
+        if judged:
+            self._monitor.record(cause, trace)
         return cause
 
 
