@@ -61,7 +61,7 @@ async def test_a_unit_whose_environment_always_raises_costs_its_episodes_and_no_
     failed = [r for r in kept if r.error is not None]
     assert {r.episode_id.partition("/")[0] for r in failed} == {"unit-0"}
     assert all("this level has no door" in str(r.error) for r in failed)
-    named = rf"8 x unit 0 \(environment 'guess', seed {unlucky}\): .*this level has no door"
+    named = rf"unit 0 \(environment 'guess', seed {unlucky}\), played by .*: .*this level"
     assert re.search(rf"8 of a batch's 32 episodes failed: {named}", caplog.text)
     await source.close()
 
@@ -70,7 +70,7 @@ async def test_an_actor_that_fails_at_everything_ends_the_run_by_the_trainers_ju
     config: PipelineConfig, store: Store
 ) -> None:
     source = await announced(make_source(config))
-    named = r"unit 0 \(environment 'guess', seed \d+\): .*this level has no door"
+    named = r"unit 0 \(environment 'guess', seed \d+\), played by .*: .*this level has no door"
     async with acting(config, **playing(lambda _: True)) as (actor,):
         with pytest.raises(RolloutError, match=rf"5 of the last 5 .*\n  4 x {named}") as caught:
             await asyncio.wait_for(source.next_batch(), 60)

@@ -97,8 +97,8 @@ async def test_what_cannot_be_sent_costs_its_episode_and_no_actor(
     for episode, error in errors.items():
         assert episode.startswith(where)
         assert re.fullmatch(f"what it recorded cannot be sent: .*{cause}.*", error)
-    named = rf"{failed} of a batch's 8 .*: {failed} x unit 0 \(environment 'guess', seed \d+\): "
-    assert re.search(named + "what it recorded", caplog.text)
+    named = rf"{failed} of a batch's 8 .*: unit 0 \(environment 'guess', seed \d+\), "
+    assert re.search(named + "played by .*: what it recorded", caplog.text)
     await source.close()
 
 
@@ -121,7 +121,7 @@ async def test_a_record_that_redis_refuses_costs_its_unit_and_no_actor(
         r"what it recorded cannot be sent: PipelineError: Redis at unix:.* (breaks off|cannot do)"
     )
     assert all(re.match(said, error) for error in failed.values())
-    named = r"4 of a batch's 8 .*: 4 x unit 0 \(environment 'guess', seed \d+\): what it recorded"
+    named = r"4 of a batch's 8 .*: unit 0 \(environment 'guess', seed \d+\), played by .*: what it"
     assert re.search(named, caplog.text)
     await source.close()
 

@@ -176,7 +176,7 @@ class PipelineBatchSource(BatchSource):
         if self.writer is not None:
             await write_rollouts(self.writer, rollouts)
         try:
-            reading.count_failures(self._failures, rollouts)
+            reading.count_failures(self._failures, groups)
         except RolloutError:  # once the cause is mended, a resumed run must not find them again
             meta = (await asyncio.to_thread(self.lease.store.facts))["meta"]
             await self.lease.run_async("reset", meta.get("low", 0), self.ledger.next)

@@ -20,7 +20,7 @@ from ludic.plumbing.records import encode
 from ludic.plumbing.text import TRACEBACK
 from ludic.rollouts.engine import FailureMonitor as FailureMonitor
 from ludic.rollouts.requests import RolloutRequest
-from ludic.types import EnvSpec, ProtocolSpec, Rollout, TokenTrace, to_json
+from ludic.types import EnvSpec, ProtocolSpec, TokenTrace, to_json
 
 _log = logging.getLogger("ludic.pipeline")
 
@@ -157,26 +157,24 @@ def metrics_of(
     }
 
 
-def count_failures(monitor: FailureMonitor, rollouts: Sequence[Rollout]) -> None:
+def count_failures(monitor: FailureMonitor, groups: Sequence[Group]) -> None:
     """Notes the episodes of a batch, those that failed last: it is the batch that is judged, not
     the group that comes first. Raises `RolloutError` where too many failed, on whichever actor."""
-    episodes: dict[str, tuple[str, Rollout]] = {}
-    for rollout in rollouts:
-        if rollout.error is not None or rollout.episode_id not in episodes:
-            episodes[rollout.episode_id] = (_cause(rollout), rollout)
-    if failed := Counter(cause for cause, _ in episodes.values() if cause):
-        shown = "; ".join(f"{n} x {cause}" for cause, n in failed.most_common(5))
-        _log.warning("%d of a batch's %d episodes failed: %s", failed.total(), len(episodes), shown)
-    for cause, rollout in sorted(episodes.values(), key=lambda pair: bool(pair[0])):
-        monitor.record(cause or None, rollout.meta.get(TRACEBACK))
-
-
-def _cause(rollout: Rollout) -> str:
-    """Why it failed, and where: in which unit, by the episode's id; empty if it did not."""
-    if rollout.error is None or rollout.env is None:
-        return rollout.error or ""
-    unit = rollout.episode_id.partition("/")[0].replace("-", " ")
-    return f"{unit} (environment {rollout.env.kind!r}, seed {rollout.env_seed}): {rollout.error}"
+    failed: dict[str, tuple[str, str | None]] = {}
+    episodes = {rollout.episode_id for group in groups for rollout in group.rollouts}
+    for group in groups:
+        for rollout in group.rollouts:
+            if rollout.error is not None:
+                kind = rollout.env and rollout.env.kind
+                where = f"unit {group.number} (environment {kind!r}, seed {rollout.env_seed})"
+                cause = f"{where}, played by {group.actor!r}: {rollout.error}"
+                failed[rollout.episode_id] = (cause, rollout.meta.get(TRACEBACK))
+    for _ in range(len(episodes) - len(failed)):
+        monitor.record(None)
+    for (cause, trace), count in Counter(failed.values()).items():
+        _log.warning("%d of a batch's %d episodes failed: %s", count, len(episodes), cause)
+        for _ in range(count):
+            monitor.record(cause, trace)
 
 
 def judge(group: Group, version: int | None, max_lag: int, stale: StalePolicy) -> str | None:
