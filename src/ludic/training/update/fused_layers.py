@@ -9,8 +9,8 @@ weights' gradients to the optimizer's, in float32. What lies between is Triton's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ludic.plumbing.contexts import holding
 from ludic.plumbing.llama_layers import Projection, attention_window, norm_epsilon, projection
 from ludic.training.update.logprobs import triton_works
 from ludic.training.update.optimizer import AddProduct, ProductSums
@@ -28,15 +29,10 @@ _PARTS = 4
 """The tensors of a projection: matrix, bias, and an adapter's two."""
 
 
-@contextmanager
-def adding_to(sums: ProductSums | None) -> Iterator[None]:
+def adding_to(sums: ProductSums | None) -> AbstractContextManager[None]:
     """Has the backward pass of every forward pass inside add its weights' gradients to `sums`,
     wherever and whenever it runs; what they do not take goes to autograd."""
-    token = _sums.set(sums)
-    try:
-        yield
-    finally:
-        _sums.reset(token)
+    return holding(_sums, sums)
 
 
 def fused_forward(
