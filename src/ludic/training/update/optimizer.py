@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError, OutOfMemoryError
 from ludic.seeding import derive_seed
-from ludic.sharding.weights import dithered, is_rounded, own_rows
+from ludic.sharding.weights import dithered, is_rounded, own_rows, whole
 from ludic.sharding.world import is_out_of_memory, release_memory
 from ludic.training.config import TrainerConfig
 
@@ -187,9 +187,7 @@ class MasterAdamW:
     @torch.no_grad()
     def gradient_norm(self) -> Float[Tensor, ""]:
         """The norm over all trained parameters and, where they are sharded, all ranks."""
-        norm = torch.nn.utils.get_total_norm(self.gradients())
-        whole = getattr(norm, "full_tensor", None)
-        return whole() if whole is not None else norm
+        return whole(torch.nn.utils.get_total_norm(self.gradients()))
 
     @torch.no_grad()
     def step(self, learning_rate: float, scale: float = 1.0) -> None:
@@ -226,25 +224,22 @@ class MasterAdamW:
     def _with_what_is_free(self, work: Callable[[], None]) -> None:
         """Does `work`, again with all memory that nobody uses where it did not fit. It must go on
         where it stopped."""
-        try:
-            work()
-            return
-        except Exception as exc:
-            if not is_out_of_memory(exc):
-                raise
-        release_memory()
-        if not self._told:
-            self._told = True
-            _log.warning("out of memory in the optimizer: tried again with what is free")
-        try:
-            work()
-        except Exception as exc:
-            if not is_out_of_memory(exc):
-                raise
-            raise OutOfMemoryError(
-                "out of memory in the optimizer, whose masters, moments and gradients take up to "
-                f"16 bytes for each trained parameter: {self.remedy}"
-            ) from exc
+        for again in (False, True):
+            try:
+                work()
+                return
+            except Exception as exc:
+                if not is_out_of_memory(exc):
+                    raise
+                if again:
+                    raise OutOfMemoryError(
+                        "out of memory in the optimizer, whose masters, moments and gradients take "
+                        f"up to 16 bytes for each trained parameter: {self.remedy}"
+                    ) from exc
+            release_memory()
+            if not self._told:
+                self._told = True
+                _log.warning("out of memory in the optimizer: tried again with what is free")
 
     def close(self) -> None:
         """Lets go of the parameters: another optimizer may train them."""
