@@ -24,8 +24,8 @@ from ludic.saw.batch import make_batch
 from ludic.saw.filters import Sample, SampleFilter
 from ludic.saw.items import UNKNOWN_VERSION, SampleAttachments, SAWBatch, SAWItem, TurnSpan
 from ludic.saw.statistics import item_statistics, rollout_statistics
-from ludic.saw.trainable import check_sampling, is_plain
-from ludic.types import AgentStep, Rollout, RolloutStepKey, TokenTrace
+from ludic.saw.trainable import check_sampling
+from ludic.types import AgentStep, Rollout, RolloutStepKey, TokenTrace, VersionSpan
 
 N = TypeVar("N", np.int64, np.float32)
 
@@ -240,17 +240,14 @@ def _trained_turns(
 
 
 def _make_call(rollout: Rollout, step: AgentStep, weight: float) -> _Call:
+    where = f"rollout {rollout.id!r}, turn {step.turn_index}"
     if step.trace is None:
         raise NotTrainableError(
-            f"rollout {rollout.id!r}, turn {step.turn_index}: the backend returned no token ids; "
-            "use a client that returns them, or leave the rollout out"
+            f"{where}: the backend returned no token ids; use a client that returns them, or leave "
+            "the rollout out"
         )
-    if step.sampling and not is_plain(step.sampling):
-        check_sampling(
-            step.sampling,
-            kept_ids_recorded=step.trace.kept_token_ids is not None,
-            where=f"rollout {rollout.id!r}, turn {step.turn_index}",
-        )
+    kept = step.trace.kept_token_ids is not None
+    check_sampling(step.sampling, kept_ids_recorded=kept, where=where)
     return _Call(step.trace, step.turn_index, weight, step.sampling.get("temperature", 1.0))
 
 
@@ -275,9 +272,8 @@ def _make_items(rows: Sequence[_Row]) -> list[SAWItem]:
     logprobs = _joined(
         [t.completion_logprobs for t in traces if t.completion_logprobs is not None], np.float32
     )
-    versions = _all_versions(traces)
-    all_know_versions = all(bool(trace.version_spans) for trace in traces)
-    some_kept_ids = any(trace.kept_token_ids is not None for trace in traces)
+    version_spans = [span for trace in traces for span in _version_spans(trace)]
+    versions = _by_token([span.version for span in version_spans], version_spans, np.int64)
     runs: list[int] = []  # of tokens: states and actions by turns
     spans: list[list[TurnSpan]] = []
     bounds = [0]  # of the rows
@@ -297,7 +293,8 @@ def _make_items(rows: Sequence[_Row]) -> list[SAWItem]:
         np.tile(np.array([0, 1], np.int8), len(runs) // 2), np.array(runs, np.int64)
     )
     attention_mask = np.ones(len(input_ids), np.int8)
-    weights = _all_weights(spans)
+    turns = list(chain.from_iterable(spans))
+    weights = _by_token([span.weight for span in turns], turns, np.float32)
     items: list[SAWItem] = []
     token = logged = 0  # where the row's actions and its log-probs begin
     for row, own, (at, end) in zip(rows, spans, pairwise(bounds), strict=True):
@@ -305,12 +302,12 @@ def _make_items(rows: Sequence[_Row]) -> list[SAWItem]:
         one_weight = len(own) == 1
         # All calls of a row have log-probs, or none has.
         has_logprobs = calls[0].trace.completion_logprobs is not None
-        versioned = all_know_versions or any(call.trace.version_spans for call in calls)
+        versioned = any(call.trace.version_spans for call in calls)
         attachments = SampleAttachments(
             behavior_logprobs=logprobs[logged : logged + actions] if has_logprobs else None,
             token_weights=None if one_weight else weights[token : token + actions],
             versions=versions[token : token + actions] if versioned else None,
-            kept_token_ids=_kept_ids(calls) if some_kept_ids else None,
+            kept_token_ids=_kept_ids(calls),
         )
         items.append(
             SAWItem(
@@ -339,25 +336,18 @@ def _joined(parts: Sequence[Sequence[float]], dtype: type[N]) -> NDArray[N]:
     return np.fromiter(chain.from_iterable(parts), dtype, sum(map(len, parts)))
 
 
-def _all_versions(traces: Sequence[TokenTrace]) -> NDArray[np.int64]:
-    """The policy version of every sampled token."""
-    versions: list[int] = []
-    lengths: list[int] = []
-    for trace in traces:
-        for span in trace.version_spans:
-            versions.append(span.version)
-            lengths.append(span.end - span.start)
-        if not trace.version_spans:
-            versions.append(UNKNOWN_VERSION)
-            lengths.append(len(trace.completion_token_ids))
-    return np.repeat(np.array(versions, np.int64), np.array(lengths, np.int64))
+def _version_spans(trace: TokenTrace) -> Sequence[VersionSpan]:
+    """The trace's spans; where nothing is known, one for all its tokens that says so."""
+    length = len(trace.completion_token_ids)
+    return trace.version_spans or (VersionSpan(0, length, UNKNOWN_VERSION),)
 
 
-def _all_weights(spans: Sequence[Sequence[TurnSpan]]) -> NDArray[np.float32]:
-    """The weight of every sampled token."""
-    weights = np.array([span.weight for own in spans for span in own], np.float32)
-    lengths = np.array([span.end - span.start for own in spans for span in own], np.int64)
-    return np.repeat(weights, lengths)
+def _by_token(
+    values: Sequence[float], spans: Sequence[TurnSpan | VersionSpan], dtype: type[N]
+) -> NDArray[N]:
+    """The value of every span, once for each of its tokens."""
+    lengths = np.array([span.end - span.start for span in spans], np.int64)
+    return np.repeat(np.array(values, dtype), lengths)
 
 
 def _kept_ids(row: Sequence[_Call]) -> tuple[NDArray[np.int64], ...] | None:
