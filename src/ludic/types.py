@@ -160,14 +160,12 @@ class TokenTrace(Record, frozen=True):
             values = getattr(self, name)
             if values is not None and len(values) != n:
                 raise DataError(f"TokenTrace.{name} has {len(values)} entries for {n} tokens")
-        covered, in_order = 0, True
-        for span in self.version_spans:
-            in_order = in_order and span.start == covered <= span.end
-            covered = span.end
-        if self.version_spans and not (in_order and covered == n):
-            spans = ", ".join(f"{s.start}-{s.end}" for s in self.version_spans)
+        spans = self.version_spans
+        starts, ends = [*(s.start for s in spans), n], [0, *(s.end for s in spans)]
+        if spans and (starts != ends or ends != sorted(ends)):
+            named = ", ".join(f"{s.start}-{s.end}" for s in spans)
             raise DataError(
-                f"TokenTrace: the version spans {spans} do not cover the {n} completion tokens, "
+                f"TokenTrace: the version spans {named} do not cover the {n} completion tokens, "
                 "each once and in order"
             )
 
@@ -381,11 +379,11 @@ class Rollout(Record, frozen=True):
 
     @property
     def terminated(self) -> bool:
-        return any(s.terminated for s in self.steps if isinstance(s, EnvironmentStep))
+        return any(s.terminated for s in self.env_steps)
 
     @property
     def truncated(self) -> bool:
-        return any(s.truncated for s in self.steps if isinstance(s, EnvironmentStep))
+        return any(s.truncated for s in self.env_steps)
 
     @property
     def truncation_reason(self) -> TruncationReason | None:
@@ -394,13 +392,7 @@ class Rollout(Record, frozen=True):
     @property
     def num_tokens(self) -> int:
         """Sampled tokens, over all model calls."""
-        return sum(
-            [
-                len(s.trace.completion_token_ids)
-                for s in self.steps
-                if isinstance(s, AgentStep) and s.trace
-            ]
-        )
+        return sum([len(s.trace.completion_token_ids) for s in self.agent_steps if s.trace])
 
     def turns(self) -> Iterator[Turn]:
         """The rollout as turns, in order. Outcomes heard before the first turn count to it."""
