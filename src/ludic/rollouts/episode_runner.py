@@ -75,20 +75,16 @@ class EpisodeRunner:
     async def run(self, episode: PlannedEpisode, max_steps: int) -> list[Rollout]:
         """The episode's rollouts, one per agent. Never raises for what goes wrong inside: then
         they carry `error`, and there is at least one. Errors of configuration propagate."""
-        error = trace = None
-        rollouts: list[Rollout] = []
         try:
             rollouts = await self._play(episode, max_steps)
-            if not rollouts:
-                error = "the protocol returned no rollout"
         except CONFIGURATION_ERRORS:
             raise
         except BaseException as exc:  # one failure costs one episode
             if is_for_us(exc):
                 raise
-            error, trace = described(exc), users_traceback(exc)
-        if error is not None:
-            return failed_episode(episode, max_steps, error, trace)
+            return failed_episode(episode, max_steps, described(exc), users_traceback(exc))
+        if not rollouts:
+            return failed_episode(episode, max_steps, "the protocol returned no rollout")
         return [_labelled(rollout, episode, max_steps) for rollout in rollouts]
 
     async def _play(self, episode: PlannedEpisode, max_steps: int) -> list[Rollout]:
