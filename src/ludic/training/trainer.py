@@ -238,8 +238,8 @@ class Trainer:
         several, watched = len(parts) > 1, self.algo.watches_drift
         self._moved = False
         before = await self._fit(self.passes.score, batch) if several or watched else None
-        stats, stepped = StatBuffer(), False
-        lines, skipped, work = list[Metrics](), list[Metrics](), list[Workload]()
+        stats, work = StatBuffer(), Workload()
+        lines, skipped = list[Metrics](), list[Metrics]()
         rate = learning_rate(self.cfg, self.step)
         self.optimizer.zero_grad()  # a step that raised may have left half of a gradient
         scores = ScoreRecord(batch) if await self._logging_tokens() else None
@@ -257,7 +257,7 @@ class Trainer:
                 if scores and number * self.cfg.epochs < len(parts)
                 else None,
             )
-            work.append(await self._fit(accumulate))
+            work += await self._fit(accumulate)
             norm = await self._run(self.optimizer.gradient_norm)
             line = await self._run(stats.reduce, self.world.group, norm)
             clock.lap("perf/forward_backward_s")
@@ -266,12 +266,12 @@ class Trainer:
                 skipped.append(line)
                 continue
             lines.append(line)
-            if not stepped and self._weights_are_shared:
+            if not self._moved and self._weights_are_shared:
                 await self._settle()  # the next batch must be sampled under the present policy
             async with self.publisher.updating() if self.publisher else nullcontext():
                 clip = clipped(line["train/grad_norm"], self.cfg.max_grad_norm)
                 await self._fit(self.optimizer.step, rate, clip)
-            stepped = self._moved = True
+            self._moved = True
             clock.lap("perf/optimizer_s")
         if scores is not None:
             await self._run(scores.write, self.token_log, self.step + 1, self.world)
@@ -279,13 +279,13 @@ class Trainer:
         await self._settle()
         clock.lap("perf/wait_for_next_batch_s")
         metrics = over_steps(lines or skipped)
-        if stepped and watched and before is not None:
+        if self._moved and watched and before is not None:
             # Not earlier: a batch sampled ahead belongs to the policy from before this update.
             after = await self._run(self.passes.score, batch)
             metrics["train/update_kl"] = mean_kl(before, after)
             self._observe_drift(metrics["train/update_kl"])
         self.step, self._taken = self.step + 1, self._taken + 1
-        if stepped:
+        if self._moved:
             self.version += 1
             metrics |= await self._publish()
         clock.lap("perf/publish_s")

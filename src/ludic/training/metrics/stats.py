@@ -208,11 +208,11 @@ class PerfMeter:
         return clock
 
     def metrics(
-        self, batch: SAWBatch, clock: Clock, work: Sequence[Workload], *, passes: int = 1
+        self, batch: SAWBatch, clock: Clock, work: Workload, *, passes: int = 1
     ) -> Mapping[str, float]:
         """Tokens per second, share of the device's arithmetic, memory, and the laps themselves.
 
-        `work` is what was computed for each optimizer step: tokens that rows share count once in
+        `work` is what was computed for all optimizer steps: tokens that rows share count once in
         it, and in the arithmetic, while the batch's tokens are those of its rows.
         """
         tokens = sum([np.count_nonzero(item.attention_mask) for item in batch.items])
@@ -224,14 +224,11 @@ class PerfMeter:
             "perf/elapsed_s": time.perf_counter() - (self._started or clock.start),
             "perf/tokens_per_s": passes * tokens / computing,
             "perf/tokens": float(tokens),
-            "perf/tokens_computed": float(sum(w.tokens for w in work)) / passes,
+            "perf/tokens_computed": work.tokens / passes,
         }
         if self.peak:
-            operations = self.flops.of(
-                sum(w.tokens for w in work),
-                sum(w.pairs for w in work),
-                passes * batch.counts.tokens,
-            )
+            actions = passes * batch.counts.tokens
+            operations = self.flops.of(work.tokens, work.pairs, actions)
             result["perf/mfu"] = operations / computing / (self.peak * self.world.size)
         if self.world.device.type == "cuda":
             result["perf/gpu_mem_alloc_mb"] = torch.cuda.memory_allocated(self.world.device) / 2**20
