@@ -67,10 +67,9 @@ class Agent(ModelCaller):
     @property
     def context_limit(self) -> int | None:
         """What the client takes, or the window of the context if that is smaller."""
-        limit = self.client.max_context_tokens
-        if self.compactor is None or (window := self.compactor.dialog.window) is None:
-            return limit
-        return window if limit is None else min(limit, window)
+        window = None if self.compactor is None else self.compactor.dialog.window
+        limits = (self.client.max_context_tokens, window)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def tool_request(self) -> ToolRequest | None:

@@ -103,11 +103,9 @@ class ModelCaller:
         if previous is None:
             return tuple(template.render(messages, schemas)), messages, None
         shown = previous.messages
-        n = len(shown)
-        grew = (
-            len(messages) > n and messages[n] == previous.parsed.message and messages[:n] == shown
-        )
-        new_messages = messages[n + 1 :] if grew else unseen(messages, shown)
+        n = len(shown) + 1
+        grew = messages[:n] == (*shown, previous.parsed.message)
+        new_messages = messages[n:] if grew else unseen(messages, shown)
         trace = previous.response.trace
         if trace is None:  # a backend without ids: nothing to extend, and nothing to fork from
             return tuple(template.render(messages, schemas)), new_messages, None
