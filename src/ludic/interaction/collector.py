@@ -44,9 +44,8 @@ class AgentTrack(Struct, eq=False):
     obs: Obs = ""
     ended: bool = False
     _steps: list[Step] = []
+    """Ends with an environment step, unless it is empty."""
     _turns: int = 0
-    _last: int | None = None
-    """The place of the last environment step."""
 
     @property
     def steps(self) -> Sequence[Step]:
@@ -117,27 +116,23 @@ class AgentTrack(Struct, eq=False):
         to a step, one that was not taken holds it. An episode that is over stays as it is."""
         if self.ended:
             return
-        if self._last is None:
+        if not self._steps:
             self._add((), acted=False, stepped=False)
-        assert self._last is not None
-        step = self._env_step(self._last)
-        self._steps[self._last] = replace(step, truncated=True, truncation_reason=reason)
+        self._steps[-1] = replace(self._last_step, truncated=True, truncation_reason=reason)
         self.ended = True
 
     def fail(self, reason: TruncationReason) -> None:
         """Truncates because of a failure; what never began stays empty."""
-        if self._last is not None:
+        if self._steps:
             self.cut(reason)
 
     def add_bonus(self, name: str, reward: float) -> None:
         """Adds a reward component to the last step, where there is one."""
-        if self._last is None:
+        if not self._steps:
             return
-        step = self._env_step(self._last)
+        step = self._last_step
         components = {**step.reward_components, name: reward}
-        self._steps[self._last] = replace(
-            step, reward=step.reward + reward, reward_components=components
-        )
+        self._steps[-1] = replace(step, reward=step.reward + reward, reward_components=components)
 
     def last_action(self) -> Action | None:
         """The last action that the environment was stepped with."""
@@ -185,11 +180,10 @@ class AgentTrack(Struct, eq=False):
         for call in calls:
             self._steps.append(call if call.turn_index == turn else replace(call, turn_index=turn))
         self._turns += acted
-        self._last = len(self._steps)
         self._steps.append(
             EnvironmentStep(
                 turn,
-                tuple(range(start, self._last)),
+                tuple(range(start, len(self._steps))),
                 self.obs,
                 action,
                 next_obs,
@@ -204,8 +198,9 @@ class AgentTrack(Struct, eq=False):
         )
         self.obs = next_obs or self.obs
 
-    def _env_step(self, place: int) -> EnvironmentStep:
-        step = self._steps[place]
+    @property
+    def _last_step(self) -> EnvironmentStep:
+        step = self._steps[-1]
         assert isinstance(step, EnvironmentStep)
         return step
 
