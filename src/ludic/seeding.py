@@ -42,6 +42,11 @@ def derive_seed(root: int, *path: int | str) -> int:
     return int.from_bytes(hashed.digest(), "little") >> 1
 
 
+def derived(root: int | None, *path: int | str) -> int | None:
+    """`derive_seed`, but without a root there is no seed either."""
+    return None if root is None else derive_seed(root, *path)
+
+
 @lru_cache(maxsize=1024, typed=True)
 def _spelled_path(*path: int | str) -> bytes:
     """Most paths recur under many roots."""

@@ -19,7 +19,7 @@ from ludic.interaction.collector import AgentTrack
 from ludic.interaction.episode import Episode
 from ludic.interaction.factories import JSON, build_agent
 from ludic.interaction.single_agent import only_role, play_alone
-from ludic.seeding import derive_seed
+from ludic.seeding import derived
 from ludic.types import Action, Info, Obs, Rollout, StepOutcome, ToolCall
 
 AgentFactory: TypeAlias = Callable[[Sequence[Tool]], Agent]
@@ -192,13 +192,10 @@ def _tool_of(name: str, sub: SubAgent) -> Tool:
 
 
 def _spec_of_child(spec: RunSpec, sub: SubAgent, place: int) -> RunSpec:
-    def seed(root: int | None) -> int | None:
-        return None if root is None else derive_seed(root, "sub_agent", place)
-
     return replace(
         spec,
-        env_seed=seed(spec.env_seed),
-        sampling_seed=seed(spec.sampling_seed),
+        env_seed=derived(spec.env_seed, "sub_agent", place),
+        sampling_seed=derived(spec.sampling_seed, "sub_agent", place),
         max_steps=sub.max_steps,
     )
 

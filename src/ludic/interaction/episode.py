@@ -25,7 +25,7 @@ from ludic.interaction.collector import AgentTrack
 from ludic.plumbing.text import TRACEBACK, clean_text, described, error_text, users_traceback
 from ludic.rewards import RewardSum
 from ludic.rewards.functions import attempt_of, score
-from ludic.seeding import derive_seed
+from ludic.seeding import derived
 from ludic.types import AgentID, Info, Obs, Rollout, TruncationReason
 from ludic.workers.deadlines import deadline
 from ludic.workers.threads import is_for_us
@@ -162,8 +162,7 @@ def begin_agent(
     if prompt is None:
         prompt = episode.runner.suggested_sysprompt(role)
     episode.agents.append(agent)
-    root = episode.spec.sampling_seed
-    seed = None if root is None else derive_seed(root, "agent", role)
+    seed = derived(episode.spec.sampling_seed, "agent", role)
     agent.reset(prompt, seed=seed, conversation_id=track.rollout_id)
     obs, info = opening_of(openings, role)
     track.obs = obs

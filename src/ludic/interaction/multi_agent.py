@@ -16,7 +16,7 @@ from ludic.interaction.episode import Episode, Openings, begin_agent, opening_of
 from ludic.interaction.factories import JSON, build_agent
 from ludic.registry import AGENTS, BOTS
 from ludic.rewards.functions import Rewards, rewards_of
-from ludic.seeding import derive_seed
+from ludic.seeding import derived
 from ludic.types import Action, AgentID, Obs, Rollout, TruncationReason
 from ludic.workers.threads import contained
 
@@ -188,7 +188,6 @@ class _Game:
         self._cut(TruncationReason.MAX_STEPS)
 
     def _begin(self, openings: Openings) -> None:
-        seed = self.episode.spec.env_seed
         for agent_id, player in self.players.items():
             track = self.tracks[agent_id]
             if isinstance(player, Agent):
@@ -196,7 +195,7 @@ class _Game:
             else:
                 track.collected = False
                 track.obs = opening_of(openings, agent_id)[0]
-                player.reset(seed=None if seed is None else derive_seed(seed, "bot", agent_id))
+                player.reset(seed=derived(self.episode.spec.env_seed, "bot", agent_id))
 
     async def _ask(self, asked: Sequence[AgentID]) -> list[AgentID] | None:
         """Lets them act at the same time. Returns those without a readable action, or None when

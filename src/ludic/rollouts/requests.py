@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ludic.errors import CheckpointError, ConfigError
 from ludic.inference.sampling import InferenceSpec
 from ludic.plumbing.records import Record
-from ludic.seeding import derive_seed
+from ludic.seeding import derive_seed, derived
 from ludic.types import EnvSpec, Info, ProtocolSpec, Rollout
 
 
@@ -104,22 +104,16 @@ class GRPORequestStrategy:
     def _group(
         self, request: RolloutRequest, position: int, number: int, prefix: str
     ) -> list[RolloutRequest]:
-        several = request.num_episodes > 1
-        path = ("episode", number) if several else ()
-        env_seed, sampling_seed = request.env_seed, request.sampling_seed
+        path = ("episode", number) if request.num_episodes > 1 else ()
         member = replace(
             request,
             num_episodes=1,
-            group_id=f"{prefix}group-{position}" + (f"-{number}" if several else ""),
-            env_seed=derive_seed(env_seed, *path) if env_seed is not None and path else env_seed,
+            group_id=f"{prefix}group-{position}" + (f"-{number}" if path else ""),
+            env_seed=derived(request.env_seed, *path) if path else request.env_seed,
         )
         return [
-            member
-            if sampling_seed is None
-            else replace(
-                member, sampling_seed=derive_seed(sampling_seed, *path, "member", position_in_group)
-            )
-            for position_in_group in range(self.group_size)
+            replace(member, sampling_seed=derived(request.sampling_seed, *path, "member", place))
+            for place in range(self.group_size)
         ]
 
 

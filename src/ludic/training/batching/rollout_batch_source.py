@@ -24,7 +24,7 @@ from ludic.saw.batch import LOST_MEMBER
 from ludic.saw.building import batch_from_rollouts, settle_groups
 from ludic.saw.filters import SampleFilter
 from ludic.saw.items import SAWBatch
-from ludic.seeding import derive_seed
+from ludic.seeding import derived
 from ludic.training.algorithm import RLAlgorithm, Stateful
 from ludic.training.batching.source import BatchSource
 from ludic.types import Rollout
@@ -150,9 +150,7 @@ class RolloutBatchSource(BatchSource):
         if number:
             # The same request may come again; its sampling must differ.
             requests = [
-                r
-                if r.sampling_seed is None
-                else replace(r, sampling_seed=derive_seed(r.sampling_seed, "round", number))
+                replace(r, sampling_seed=derived(r.sampling_seed, "round", number))
                 for r in requests
             ]
         expanded = self._feed.expand(requests, f"{prefix}/")
