@@ -258,17 +258,17 @@ class Stages:
         self.read_reports()
         if stage in self.reports or self.stopped or not samples(self.config):
             return
-        with episodes_bar(f"evaluation {stage.replace('_', ' ')}") as update:
+        title = f"evaluation {stage.replace('_', ' ')}"
+        with episodes_bar(title) as update:
             work = evaluate_policy(self.config, self.run.runtime, name=stage, on_progress=update)
             report = await self._unless_stopped(work)
-        if report is not None:
-            if all(episode.error for episode in report.episodes):
-                raise RolloutError(
-                    f"every episode of the evaluation {stage.replace('_', ' ')} failed, the first "
-                    f"with: {report.episodes[0].error}"
-                )
-            self.folder.write_json(f"eval/{stage}.json", report.to_dict())
-            self.reports[stage] = report
+        if report is None:
+            return
+        if all(episode.error for episode in report.episodes):
+            first = report.episodes[0].error
+            raise RolloutError(f"every episode of the {title} failed, the first with: {first}")
+        self.folder.write_json(f"eval/{stage}.json", report.to_dict())
+        self.reports[stage] = report
 
     def read_reports(self) -> None:
         """Takes the reports of the stages that the folder shows to have finished."""
