@@ -50,19 +50,17 @@ def token_logprobs(
     """
     rule = rule or LogitRule()
     hidden = hidden if narrow is None else hidden.to(narrow)
-    width = hidden.shape[1]
+    vocab = int(getattr(head, "out_features", 2**17))
+    chunk = chunk or chunk_tokens(vocab, hidden.shape[1], hidden.device.type)
     if type(head) is nn.Linear and rule.softcap is None:
-        chunk = chunk or chunk_tokens(head.out_features, width, hidden.device.type)
         keep = keep_logits if torch.is_grad_enabled() else 0
         scales = rule.scale / temperatures.to(_wide(hidden.dtype))
         logprobs, entropies = _FusedLogProbs.apply(  # type: ignore[no-untyped-call]
             hidden, head.weight, head.bias, targets, scales, kept, entropy, chunk, kernels, keep
         )
         return logprobs, entropies if entropy else None
-    # Logits that are more than one product: LoRA on the head, a soft cap.
-    vocab = int(getattr(head, "out_features", 2**17))
-    chunk = chunk or chunk_tokens(vocab, width, hidden.device.type)
 
+    # Logits that are more than one product: LoRA on the head, a soft cap.
     def score(part: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
         logits = rule(_wide_logits(part, head))
         mask = _mask(kept, start, end, logits.shape[1])
@@ -201,15 +199,18 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def _add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + a @ b, in place and in `dtype`; a GPU's product adds to the sum by itself."""
+def add_matmul(
+    total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> Tensor:
+    """total + scale · a @ b, in place and in `dtype`; a GPU's product adds to the sum by itself."""
     if total is None:
-        return _matmul(a, b, dtype)
+        product = _matmul(a, b, dtype)
+        return product if scale == 1.0 else product.mul_(scale)
     if not a.is_cuda:
-        return total.add_(_matmul(a, b, dtype))
+        return total.add_(_matmul(a, b, dtype), alpha=scale)
     if a.dtype == dtype:
-        return torch.addmm(total, a, b, out=total)
-    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+        return torch.addmm(total, a, b, alpha=scale, out=total)
+    return torch.addmm(total, a, b, out_dtype=dtype, alpha=scale, out=total)
 
 
 class _FusedLogProbs(torch.autograd.Function):
@@ -287,7 +288,7 @@ class _FusedLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, matrix, out=grad_hidden[part])
             if needs_weight:
-                grad_weight = _add_matmul(grad_weight, grad.t(), hidden[part], wide)
+                grad_weight = add_matmul(grad_weight, grad.t(), hidden[part], wide)
             del grad  # or it would be there beside the next chunk's
         if needs_weight:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight
