@@ -16,6 +16,7 @@ from ludic.seeding import derive_seed
 from ludic.sharding.weights import dithered, is_rounded, own_rows, whole
 from ludic.sharding.world import is_out_of_memory, release_memory
 from ludic.training.config import TrainerConfig
+from ludic.training.update.logprobs import add_matmul
 
 _log = logging.getLogger("ludic.training")
 GradientsHeld: TypeAlias = dict[str, tuple[Tensor, int]]
@@ -94,6 +95,10 @@ class MasterAdamW:
         """Where a moment of this parameter goes."""
         return torch.zeros_like(self.masters[name])
 
+    def _counter_device(self, name: str) -> torch.device:
+        """A fused step counts on the device, the others on the CPU."""
+        return self.masters[name].device if self._fused else torch.device("cpu")
+
     def _key(self, name: str) -> int:
         return derive_seed(self._seed, "masters", name)
 
@@ -125,16 +130,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _add_product(self, name: str, a: Tensor, b: Tensor, scale: float) -> bool:
-        total = self._sums.get(name)
-        if not a.is_cuda:
-            a, b = a.float(), b.float()
-        if total is None:
-            product = torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a @ b
-            self._sums[name] = product if scale == 1.0 else product.mul_(scale)
-        elif a.is_cuda:
-            torch.addmm(total, a, b, out_dtype=torch.float32, alpha=scale, out=total)
-        else:
-            total.addmm_(a, b, alpha=scale)
+        self._sums[name] = add_matmul(self._sums.get(name), a, b, torch.float32, scale)
         return True
 
     def accumulate(self) -> None:
@@ -212,14 +208,11 @@ class MasterAdamW:
     def _make_moments(self) -> None:
         """Makes room for the moments of a first step, before any weight moves: the step itself
         takes no more memory."""
-        for group in self._adam.param_groups:
-            for master in group["params"]:
-                state = self._adam.state[master]
-                if master.grad is not None and not state:
-                    moments = [torch.zeros_like(master) for _ in MOMENTS]
-                    where = master.device if self._fused else torch.device("cpu")
-                    state["step"] = torch.zeros((), device=where)
-                    state |= dict(zip(MOMENTS, moments, strict=True))
+        for name, master in self.masters.items():
+            state = self._state(name)
+            if master.grad is not None and not state:
+                moments = {kind: self._moment(name, kind) for kind in MOMENTS}
+                state |= {"step": torch.zeros((), device=self._counter_device(name)), **moments}
 
     def _with_what_is_free(self, work: Callable[[], None]) -> None:
         """Does `work`, again with all memory that nobody uses where it did not fit. It must go on
@@ -279,12 +272,9 @@ class MasterAdamW:
             if f"{name}/step" not in state:
                 continue
             own = self._state(name)
-            # A fused step counts on the device, the others on the CPU.
-            where = master.device if self._fused else torch.device("cpu")
-            own["step"] = state[f"{name}/step"].to(where, copy=True)
+            own["step"] = state[f"{name}/step"].to(self._counter_device(name), copy=True)
             for key in MOMENTS:
-                own[key] = self._moment(name, key)
-                own[key].copy_(state[f"{name}/{key}"])
+                own[key] = self._moment(name, key).copy_(state[f"{name}/{key}"])
 
 
 def clipped(norm: float, limit: float | None) -> float:
