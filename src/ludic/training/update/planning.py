@@ -68,15 +68,9 @@ def plan_micro_batches(
     cost = cost or Cost()
     clusters = rows_together(layout, scope)
     units, separate = list[_Unit](), list[_Unit]()
-    alone: dict[int, Workload] = {}  # by length: rows by themselves, mostly
     for members in clusters:
-        length = max(layout.order.lengths[i] for i in members)
-        packs = length <= longest_packed
-        work = alone.get(length) if len(members) == 1 else None
-        if work is None:
-            work = workload(layout, members, cost, shares=shares and packs)
-            if len(members) == 1:
-                alone[length] = work
+        packs = max(layout.order.lengths[i] for i in members) <= longest_packed
+        work = workload(layout, members, cost, shares=shares and packs)
         size = work.size
         if packs and size <= micro_token_budget:
             units.append(_Unit(members, size, work.cost))
