@@ -97,9 +97,6 @@ class VersionSpan(Record, frozen=True):
     attempt: int = 0
 
 
-_READ_ONLY = (tuple, Numbers)
-
-
 class TokenTrace(Record, frozen=True):
     """The exact tokens of one model call: what went in, what was sampled, how likely it was.
 
@@ -117,30 +114,12 @@ class TokenTrace(Record, frozen=True):
     kept_token_ids: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        prompt, completion = self.prompt_token_ids, self.completion_token_ids
-        logprobs, spans = self.completion_logprobs, self.version_spans
-        # Every call of every episode comes here, so first one look at what is nearly always true.
-        n = len(completion) if type(completion) in _READ_ONLY else -1
-        if (
-            n >= 0
-            and type(prompt) in _READ_ONLY
-            and (logprobs is None or (type(logprobs) in _READ_ONLY and len(logprobs) == n))
-            and self.kept_token_ids is None
-            and (not spans or (len(spans) == 1 and spans[0].start == 0 and spans[0].end == n))
-            and are_ids(prompt)
-            and are_ids(completion)
-            and (logprobs is None or all_finite(logprobs))
-        ):
-            return
-        self._check()
-
-    def _check(self) -> None:
         # A list would never equal a tuple, so a prompt that extends another would look forked.
         for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs"):
             value = getattr(self, name)
             if isinstance(value, list):
                 force_setattr(self, name, tuple(value))
-            elif value is not None and not isinstance(value, _READ_ONLY):
+            elif value is not None and not isinstance(value, (tuple, Numbers)):
                 raise DataError(
                     f"TokenTrace.{name} is a {type(value).__name__}: give a tuple of plain numbers"
                 )
@@ -161,7 +140,7 @@ class TokenTrace(Record, frozen=True):
             if values is not None and len(values) != n:
                 raise DataError(f"TokenTrace.{name} has {len(values)} entries for {n} tokens")
         spans = self.version_spans
-        starts, ends = [*(s.start for s in spans), n], [0, *(s.end for s in spans)]
+        starts, ends = [s.start for s in spans] + [n], [0] + [s.end for s in spans]
         if spans and (starts != ends or ends != sorted(ends)):
             named = ", ".join(f"{s.start}-{s.end}" for s in spans)
             raise DataError(
