@@ -115,9 +115,7 @@ def _outcome(outcome: Any) -> StepOutcome:
     if not isinstance(outcome, StepOutcome):
         raise _Broken(f"{_kind(outcome)}; give a StepOutcome")
     obs, info = _told(outcome.obs, outcome.info)
-    terminated, truncated = outcome.terminated, outcome.truncated
-    if type(terminated) is not bool or type(truncated) is not bool:
-        terminated, truncated = _flag(outcome, "terminated"), _flag(outcome, "truncated")
+    terminated, truncated = _flag(outcome, "terminated"), _flag(outcome, "truncated")
     if terminated and truncated:
         raise _Broken(
             "an outcome that is both terminated and truncated; an episode that is over was not "

@@ -136,10 +136,8 @@ class AgentTrack(Struct, eq=False):
 
     def last_action(self) -> Action | None:
         """The last action that the environment was stepped with."""
-        for step in reversed(self._steps):
-            if isinstance(step, EnvironmentStep) and step.stepped and step.action is not None:
-                return step.action
-        return None
+        taken = (s for s in reversed(self._steps) if isinstance(s, EnvironmentStep) and s.stepped)
+        return next((step.action for step in taken if step.action is not None), None)
 
     def build(self, spec: RunSpec, *, task_key: str | None, error: str | None) -> Rollout:
         """The rollout. The group and the specs are for the caller to fill in."""
