@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Event
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from ludic.envs import build_env
@@ -130,23 +131,18 @@ class EpisodeRunner:
         """Building may read a dataset or start a process, so it must not hold up the others. What
         is built for nobody is closed: past the deadline by the thread that built it."""
         built: list[LudicEnv[Any, Any, Any]] = []
-        late = False
-
-        def leave() -> None:
-            nonlocal late
-            late = True
-
+        late = Event()
         try:
             await shared_threads().run(
                 lambda: built.append(make()),
                 what="its construction",
                 whom=whom,
                 timeout_s=self.step_timeout_s,
-                on_abandon=leave,
+                on_abandon=late.set,
                 on_return=lambda: close_env(built[0], whom) if built else None,
             )
         except BaseException:
-            if built and not late:  # cancelled in the moment in which it was finished
+            if built and not late.is_set():  # cancelled in the moment in which it was finished
                 await self._close(built[0])
             raise
         return built[0]
