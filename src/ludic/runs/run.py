@@ -279,11 +279,11 @@ class Run:
     def client(self) -> ChatClient:
         if self.config.inference.backend != "local":
             raise ConfigError("with inference.backend='vllm' there is a client once the run goes")
-        if not self.ranks.several:
-            return local_client(self.config, self.model, self.tokenizer, self._on_update)
-        if not samples(self.config):
+        several = self.ranks.several
+        if several and not samples(self.config):
             return NoSampler()
-        return local_client(self.config, gathered_copy(self.model), self.tokenizer)
+        model = gathered_copy(self.model) if several else self.model
+        return local_client(self.config, model, self.tokenizer, self._on_update)
 
     @Part
     def publisher(self) -> PolicyPublisher | None:
@@ -319,10 +319,9 @@ class Run:
             if self.config.inference.backend == "vllm" and not self.parts.is_assigned("client"):
                 from ludic.runs.vllm_backend import open_vllm
 
-                client, publisher = await open_vllm(
+                self.client, publisher = await open_vllm(
                     self.config, self.model, self.tokenizer, stack, folder, self.plan
                 )
-                self.client = client
                 if not self.parts.is_assigned("publisher"):
                     self.publisher = publisher
             elif hasattr(self.client, "__aenter__"):
