@@ -46,11 +46,7 @@ class Episode:
     """
 
     def __init__(
-        self,
-        env: LudicEnv[Any, Any, Any],
-        spec: RunSpec,
-        *,
-        uncollected: Collection[AgentID] = (),
+        self, env: LudicEnv[Any, Any, Any], spec: RunSpec, *, uncollected: Collection[AgentID] = ()
     ) -> None:
         if spec.max_steps < 1:
             raise ConfigError(f"RunSpec.max_steps={spec.max_steps}: must be >= 1")

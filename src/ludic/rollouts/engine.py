@@ -26,12 +26,7 @@ from ludic.interaction.base import Runtime
 from ludic.plumbing.text import TRACEBACK
 from ludic.rollouts.episode_runner import EnvFactory, EpisodeRunner, ProtocolFactory
 from ludic.rollouts.processes.pool import WorkerPool
-from ludic.rollouts.requests import (
-    PlannedEpisode,
-    RolloutRequest,
-    place_in_plan,
-    plan_episodes,
-)
+from ludic.rollouts.requests import PlannedEpisode, RolloutRequest, place_in_plan, plan_episodes
 from ludic.rollouts.storage import RolloutWriter, RolloutWriterLike, write_rollouts
 from ludic.saw.building import Algorithm, LostMember, batch_from_rollouts
 from ludic.saw.filters import SampleFilter

@@ -133,11 +133,8 @@ class PlannedEpisode(Record, frozen=True):
     def retried(self) -> PlannedEpisode:
         """The same episode with new sampling noise: the same noise could fail the same way."""
         attempt = self.attempt + 1
-        return replace(
-            self,
-            sampling_seed=derive_seed(self.sampling_seed, "retry", attempt),
-            attempt=attempt,
-        )
+        seed = derive_seed(self.sampling_seed, "retry", attempt)
+        return replace(self, sampling_seed=seed, attempt=attempt)
 
 
 def plan_episodes(
@@ -162,19 +159,14 @@ def plan_episodes(
         sampling_seed = request.sampling_seed
         if sampling_seed is None:
             sampling_seed = derive_seed(seed, prefix, "sampling", position)
-        several = request.num_episodes > 1
         for number in range(request.num_episodes):
-            own_env = several and request.group_id is None
-            episodes.append(
-                PlannedEpisode(
-                    id=f"{prefix}/{position}/{number}",
-                    request=request,
-                    env_seed=derive_seed(env_seed, "episode", number) if own_env else env_seed,
-                    sampling_seed=derive_seed(sampling_seed, "episode", number)
-                    if several
-                    else sampling_seed,
-                )
-            )
+            own_env, own_sampling = env_seed, sampling_seed
+            if request.num_episodes > 1:
+                own_sampling = derive_seed(sampling_seed, "episode", number)
+                if request.group_id is None:
+                    own_env = derive_seed(env_seed, "episode", number)
+            name = f"{prefix}/{position}/{number}"
+            episodes.append(PlannedEpisode(name, request, own_env, own_sampling))
     return tuple(episodes)
 
 
