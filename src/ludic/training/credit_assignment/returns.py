@@ -70,11 +70,7 @@ def _sum(rollout: Rollout, rewards: Sequence[float]) -> float:
 
 def compactions(rollout: Rollout) -> set[int]:
     """The turns that are no moves, but summaries by which the dialogue was compacted."""
-    return {
-        step.turn_index
-        for step in rollout.steps
-        if isinstance(step, EnvironmentStep) and step.info.get("compacted")
-    }
+    return {turn.index for turn in rollout.turns() if turn.compacted}
 
 
 def spread(
@@ -243,9 +239,8 @@ def role_groups(
         groups.setdefault((rollout.group_id, rollout.agent_id), []).append(position)
     for (group_id, agent_id), members in groups.items():
         sub_agents = all(rollouts[m].parent_id is not None for m in members)
-        if len(members) == group_size or sub_agents:
-            continue
-        if len(members) < group_size and allow_partial:
+        partial = allow_partial and len(members) < group_size
+        if len(members) == group_size or sub_agents or partial:
             continue
         ids = [rollouts[m].id for m in members]
         raise CreditError(
