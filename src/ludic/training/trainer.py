@@ -101,7 +101,6 @@ class Trainer:
         if cfg.overlap and source is not None and not source.works_ahead:
             source = SamplingAhead(source, self._published)
         self.model, self.source, self.publisher = model, source, publisher
-        self._weights_are_shared = publisher is not None and publisher.shares_weights
         check_precision(cfg.precision, model, "TrainerConfig")
         self.policy = Policy(model, cfg, graphs=cfg.graphs and mesh is None)
         cost = attention_cost(model)
@@ -266,7 +265,7 @@ class Trainer:
                 skipped.append(line)
                 continue
             lines.append(line)
-            if not self._moved and self._weights_are_shared:
+            if not self._moved and self.publisher and self.publisher.shares_weights:
                 await self._settle()  # the next batch must be sampled under the present policy
             async with self.publisher.updating() if self.publisher else nullcontext():
                 clip = clipped(line["train/grad_norm"], self.cfg.max_grad_norm)
