@@ -62,12 +62,8 @@ class CompactingDialog(FullDialog):
         self.max_note_chars = 0
         """How long they may get."""
         self._opening: tuple[Message, ...] = ()
-        self._grown = False
-
-    @property
-    def grown(self) -> bool:
+        self.grown = False
         """Whether the model spoke since the dialogue began or was compacted."""
-        return self._grown
 
     @property
     def turns(self) -> int:
@@ -76,11 +72,11 @@ class CompactingDialog(FullDialog):
 
     def reset(self, system_prompt: str | None = None) -> None:
         super().reset(system_prompt)
-        self._opening, self._grown = (), False
+        self._opening, self.grown = (), False
 
     def on_after_act(self, message: Message) -> None:
         super().on_after_act(message)
-        self._grown = True
+        self.grown = True
 
     def question(self, notes: str = "") -> Message:
         """The request for a summary, below `notes` if there are any."""
@@ -112,7 +108,7 @@ class CompactingDialog(FullDialog):
         self._messages = list(messages)
         if summary is not None:
             self._opening = messages[len(head) : len(head) + 2]
-        self._grown = False
+        self.grown = False
         return messages
 
     def _parts(self) -> tuple[list[Message], list[list[Message]], list[Message]]:

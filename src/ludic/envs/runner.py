@@ -59,7 +59,8 @@ class EnvRunner:
         self.name = getattr(env, "name", None) or type(env).__name__
         self.step_timeout_s = step_timeout_s
         self._threads = threads or shared_threads()
-        self._agent_ids: tuple[AgentID, ...] = ()
+        self.agent_ids: tuple[AgentID, ...] = ()
+        """Every role of the episode. Known once `reset` returned."""
         self._ended: set[AgentID] = set()
         self._steps = 0
         self._state = "new"
@@ -72,14 +73,9 @@ class EnvRunner:
         self._step_in_thread = env.blocking and not _is_async(env, "step", "env_step")
 
     @property
-    def agent_ids(self) -> tuple[AgentID, ...]:
-        """Every role of the episode. Known once `reset` returned."""
-        return self._agent_ids
-
-    @property
     def done(self) -> bool:
         """Whether the episode has ended for every agent."""
-        return len(self._ended) == len(self._agent_ids) and self._state == "running"
+        return len(self._ended) == len(self.agent_ids) and self._state == "running"
 
     @property
     def active_agents(self) -> tuple[AgentID, ...]:
@@ -87,14 +83,14 @@ class EnvRunner:
         if self.done:
             return ()
         active = self._asked("active_agents", lambda: tuple(self.env.active_agents))
-        if active == self._agent_ids and not self._ended:
+        if active == self.agent_ids and not self._ended:
             return active
-        left = [agent for agent in self._agent_ids if agent not in self._ended]
+        left = [agent for agent in self.agent_ids if agent not in self._ended]
         strays = [agent for agent in active if agent not in left]
         if len(set(active)) != len(active):
             fault = f"names an agent twice: {list(active)}; each acts once in a step"
         elif strays:
-            why = "has ended" if strays[0] in self._ended else f"is not in {list(self._agent_ids)}"
+            why = "has ended" if strays[0] in self._ended else f"is not in {list(self.agent_ids)}"
             fault = f"names agent {strays[0]!r}, which {why}; name only agents that can still act"
         elif not active:
             fault = (
@@ -120,8 +116,8 @@ class EnvRunner:
         try:
             reset = partial(self.env.reset, seed=seed)
             result = await self._answer(reset, "reset", self._reset_in_thread)
-            self._agent_ids = tuple(self.env.agent_ids)
-            opening = checked_opening(self.name, self._agent_ids, result)
+            self.agent_ids = tuple(self.env.agent_ids)
+            opening = checked_opening(self.name, self.agent_ids, result)
         except BaseException as error:
             self._fail("reset", error)
         self._state = "running"
@@ -136,7 +132,7 @@ class EnvRunner:
             step = partial(self.env.step, actions)
             result = await self._answer(step, where, self._step_in_thread)
             outcomes = checked_outcomes(
-                self.name, where, self._agent_ids, self._ended, actions, result
+                self.name, where, self.agent_ids, self._ended, actions, result
             )
         except BaseException as error:
             self._fail(where, error)
