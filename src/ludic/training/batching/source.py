@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
@@ -155,25 +156,20 @@ _RAISED: Mapping[str, type[Exception]] = {
 """What all ranks raise where rank 0 has no batch, each with the name under which it is told."""
 
 
+@dataclass(eq=False)
 class Intake:
     """Takes batches for all ranks. `run` calls a function in the trainer's thread, the only one in
     which ranks talk to each other. A source that gives nothing for `cfg.batch_timeout_s` is an
     error, which calls it `name`; so is a sample more than `cfg.max_lag` versions old. A source that
     `waits_for_publish` is asked when `published` returns."""
 
-    def __init__(
-        self,
-        algo: RLAlgorithm,
-        world: World,
-        run: Callable[..., Awaitable[Any]],
-        name: str,
-        cfg: TrainerConfig,
-        published: Published,
-    ) -> None:
-        self.algo, self.world, self._published = algo, world, published
-        self.max_seq_len, self.max_lag = cfg.max_seq_len, cfg.max_lag
-        self._warned = False
-        self._run, self._name, self._timeout_s = run, name, cfg.batch_timeout_s
+    algo: RLAlgorithm
+    world: World
+    run: Callable[..., Awaitable[Any]]
+    name: str
+    cfg: TrainerConfig
+    published: Published
+    _warned: bool = field(default=False, init=False)
 
     async def next_batch(self, source: BatchSource | None, version: int) -> SAWBatch:
         """Rank 0's next batch, on every rank, for the policy of `version`; only rank 0 has a
@@ -189,7 +185,7 @@ class Intake:
             except Exception as exc:  # the others wait to be told, whatever went wrong
                 names = (name for name, kind in _RAISED.items() if isinstance(exc, kind))
                 error, told = exc, {next(names, "error"): f"rank 0 has no batch: {exc!r}"}
-        shared = await self._run(self.world.share, told)
+        shared = await self.run(self.world.share, told)
         if error is not None:
             raise error
         for name, kind in _RAISED.items():
@@ -202,20 +198,20 @@ class Intake:
         nothing is left of a batch, the next one is taken, and the drops of all are counted."""
         assert source is not None
         if source.waits_for_publish:
-            await self._published()
-        dropped: Counter[str] = Counter()
+            await self.published()
+        dropped, limit = Counter[str](), self.cfg.batch_timeout_s
         for _ in range(_MAX_EMPTY_BATCHES):
             try:
-                batch = await bounded(source.next_batch(), "a batch", self._name, self._timeout_s)
+                batch = await bounded(source.next_batch(), "a batch", self.name, limit)
             except StopAsyncIteration as exc:
                 raise BatchesEnded(*exc.args) from exc
-            check_lag(batch, version, self.max_lag)
+            check_lag(batch, version, self.cfg.max_lag)
             batch = self.algo.prepare(self._without_overlong(batch))
             dropped += Counter(batch.meta.get("dropped", {}))
             if batch.items:
                 return replace(batch, meta={**batch.meta, "dropped": dict(dropped)})
         hint = (
-            f"Raise max_seq_len={self.max_seq_len}, or shorten what agents are shown"
+            f"Raise max_seq_len={self.cfg.max_seq_len}, or shorten what agents are shown"
             if dropped["overlong"]
             else "Look at why rewards do not vary"
         )
@@ -227,7 +223,7 @@ class Intake:
     def _without_overlong(self, batch: SAWBatch) -> SAWBatch:
         """The batch without episodes that are too long to train on, before they count anywhere.
         The first time it is said; after that the log's `train/overlong_episodes` says it."""
-        trainable = drop_overlong_episodes(batch, self.max_seq_len)
+        trainable = drop_overlong_episodes(batch, self.cfg.max_seq_len)
         episodes = trainable.meta.get("overlong_episodes", 0)
         if episodes and not self._warned:
             self._warned = True
@@ -236,7 +232,7 @@ class Intake:
                 "and are not trained on, nor is what lost_member=%r drops with them; "
                 "train/overlong_episodes counts them. Raise max_seq_len, or shorten what agents are"
                 " shown (max_tool_chars, inference.max_context_tokens)",
-                *(episodes, self.max_seq_len, longest(batch), batch.meta[LOST_MEMBER]),
+                *(episodes, self.cfg.max_seq_len, longest(batch), batch.meta[LOST_MEMBER]),
             )
         return trainable
 
