@@ -24,7 +24,6 @@ from ludic.runs.results.report import conclude, conclude_unmeasured
 from ludic.runs.results.terminal import close_loggers, episodes_bar, say, warn
 from ludic.runs.storage import (
     EVALUATIONS,
-    RunFolder,
     keep_tokenizer,
     locked,
     note_env_sources,
@@ -60,15 +59,10 @@ class Stages:
         self._trainer: Trainer | None = None
         self._playing: asyncio.Task[Any] | None = None
 
-    @property
-    def folder(self) -> RunFolder:
-        """The run's folder."""
-        return self.run.folder
-
     async def go(self) -> None:
         """Runs the stages that are left, until the end or until Ctrl-C. If a new run fails before
         there is anything to keep, its folder is removed."""
-        run, config, folder = self.run, self.config, self.folder
+        run, config, folder = self.run, self.config, self.run.folder
         if self._begun:
             raise ConfigError(f"this run is over: resume it by ludic.resume({str(folder.path)!r})")
         if not run.ranks.world.leads:
@@ -95,7 +89,7 @@ class Stages:
 
     async def _lead(self) -> None:
         """What rank 0 does, or a process alone."""
-        config, folder, started = self.config, self.folder, time.monotonic()
+        config, folder, started = self.config, self.run.folder, time.monotonic()
         say(f"run folder: {folder.path}")
         with interruptible(self.stop):
             run = self.run
@@ -111,8 +105,7 @@ class Stages:
                 if self.stopped:
                     say(f"stopped; {how_to_go_on(config, folder.path)}")
                 elif samples(config):
-                    runtime = self.run.runtime
-                    await conclude(config, folder, self.reports, runtime, seconds, warnings)
+                    await conclude(config, folder, self.reports, run.runtime, seconds, warnings)
                 else:
                     conclude_unmeasured(config, folder, seconds, warnings)
 
@@ -124,7 +117,7 @@ class Stages:
             stack.callback(close_loggers, run)
             if run.workers is not None:
                 await stack.enter_async_context(run.workers)
-            await stack.enter_async_context(run.opened(self.folder.path))
+            await stack.enter_async_context(run.opened(run.folder.path))
             await stack.enter_async_context(run.scoring.opened())
             yield
 
@@ -161,8 +154,8 @@ class Stages:
         """Trains the cold start; returns the policy's version after it."""
         sft, run = self.config.sft, self.run
         assert sft is not None
-        path = rollout_file(self.folder.path, "sft") if sft.data is None else Path(sft.data)
-        if sft.data is None and not self.folder.has(path.name):
+        path = rollout_file(run.folder.path, "sft") if sft.data is None else Path(sft.data)
+        if sft.data is None and not run.folder.has(path.name):
             await self._unless_stopped(write_lessons(self.config, run.tokenizer, path))
             if self.stopped:
                 return 0
@@ -175,7 +168,7 @@ class Stages:
             seed=derive_seed(self.config.run.seed, "sft"),
             overlong="refuse" if sft.data is not None else "drop",
         )
-        async with run.ranks.stage("sft", self.folder):
+        async with run.ranks.stage("sft", run.folder):
             with cold_start_copy(run.model, run.ranks) as model:
                 trainer = run.sft_trainer(model, source)
                 await self._train(trainer, trainer.train(sft.steps))
@@ -190,7 +183,7 @@ class Stages:
         async with (
             run.pipeline or nullcontext(),
             run.seating.pool or nullcontext(),
-            run.ranks.stage("rl", self.folder, version),
+            run.ranks.stage("rl", run.folder, version),
         ):
             trainer = run.trainer
             trainer.optimizer.take_weights()  # it may be older than the cold start
@@ -199,7 +192,7 @@ class Stages:
             stage_before = self.reports.get("after_sft") or self.reports.get("before")
             alike = watch.measured_alike(self.config, stage_before)
             run.watch = watch.LearningWatch(self.config, alike, stage_before)
-            run.watch.take_file(self.folder.metrics, trainer.step)
+            run.watch.take_file(run.folder.metrics, trainer.step)
             async with AsyncExitStack() as stack:
                 stack.enter_context(rare_collections())
                 await self._keep_episodes(trainer, stack)
@@ -209,7 +202,7 @@ class Stages:
 
     async def _keep_episodes(self, trainer: Trainer, stack: AsyncExitStack) -> None:
         """Has the stage's rollouts and tokens written to the folder, as far as the run says so."""
-        run, folder, logging = self.run, self.folder, self.config.logging
+        run, folder, logging = self.run, self.run.folder, self.config.logging
         if not logging.keep_rollouts:
             return
         source, file = run.source, rollout_file(folder.rollouts, "train")
@@ -267,14 +260,14 @@ class Stages:
         if all(episode.error for episode in report.episodes):
             first = report.episodes[0].error
             raise RolloutError(f"every episode of the {title} failed, the first with: {first}")
-        self.folder.write_json(f"eval/{stage}.json", report.to_dict())
+        self.run.folder.write_json(f"eval/{stage}.json", report.to_dict())
         self.reports[stage] = report
 
     def read_reports(self) -> None:
         """Takes the reports of the stages that the folder shows to have finished."""
         for stage in EVALUATIONS:
-            if self.folder.has(file := f"eval/{stage}.json"):
-                self.reports[stage] = EvalReport.from_dict(self.folder.read_json(file))
+            if self.run.folder.has(file := f"eval/{stage}.json"):
+                self.reports[stage] = EvalReport.from_dict(self.run.folder.read_json(file))
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Returns what `work` returns, or None if the run was stopped meanwhile."""
