@@ -359,25 +359,18 @@ class Trainer:
     async def _settle(self) -> None:
         """Waits until no batch is being made, on every rank."""
         if self.source is not None:
-            await bounded(
-                self.source.settle(),
-                "the batch that is made ahead",
-                self._source_name,
-                self.cfg.batch_timeout_s,
-            )
+            what, limit = "the batch that is made ahead", self.cfg.batch_timeout_s
+            await bounded(self.source.settle(), what, self._source_name, limit)
         if self.cfg.overlap:
             await self._run(self.world.barrier)
 
     async def _publish(self) -> Metrics:
         if self.publisher is None:
             return {}
-        report = await bounded(
-            self.publisher.publish(ModelWeights(self.model), self.version),
-            f"the publish of version {self.version}",
-            type(self.publisher).__name__,
-            limit_of(self.publisher, self.cfg.publish_timeout_s),
-        )
-        return self._publish_log.take(report)
+        what, whom = f"the publish of version {self.version}", type(self.publisher).__name__
+        limit = limit_of(self.publisher, self.cfg.publish_timeout_s)
+        publish = self.publisher.publish(ModelWeights(self.model), self.version)
+        return self._publish_log.take(await bounded(publish, what, whom, limit))
 
     async def _published(self) -> None:
         """Returns when the samplers have the newest version, or says why they have not."""
@@ -410,16 +403,11 @@ class Trainer:
         assert self._checkpoints is not None
         clock = self.perf.clock()
         await self._for_all(self._flush_record())
-        state = TrainerState(
-            self.step,
-            self.version,
-            self.nonfinite_steps,
-            curve(self.cfg),
-            self._states_before_ahead or self._states(),
-        )
+        parts = self._states_before_ahead or self._states()
+        state = TrainerState(self.step, self.version, self.nonfinite_steps, curve(self.cfg), parts)
         then: Callable[[], object] = bool
         if self.source is not None:
-            then = functools.partial(self.source.committed, state.parts["batch_source"])
+            then = functools.partial(self.source.committed, parts["batch_source"])
         await self._run(self._checkpoints.save, self.model, self.optimizer, state, then)
         clock.lap("save")
         self._saving_s = clock.elapsed
