@@ -62,7 +62,6 @@ from ludic.training import (
     Trainer,
 )
 from ludic.training.metrics.loggers import Logger
-from ludic.training.trainer import Evaluate
 
 if TYPE_CHECKING:
     from ludic.runs.pipeline.training import RunPipeline
@@ -401,7 +400,7 @@ class Run:
         if self.ranks.several and self.parts.frozen is None:
             raise ConfigError("on several ranks there is a trainer once the run goes")
         source = self.source if self.ranks.world.leads else None
-        return self._trainer_of("rl", self.model, self.algorithm, source, self._evaluate_during)
+        return self._trainer_of("rl", self.model, self.algorithm, source)
 
     def sft_trainer(self, model: torch.nn.Module, source: BatchSource | None) -> Trainer:
         """Returns the trainer of the cold start; only rank 0 has a `source`."""
@@ -414,7 +413,6 @@ class Run:
         model: torch.nn.Module,
         algorithm: RLAlgorithm | None,
         source: BatchSource | None,
-        evaluate: Evaluate | None = None,
     ) -> Trainer:
         leads = self.ranks.world.leads
         return Trainer(
@@ -425,7 +423,7 @@ class Run:
             cfg=planned(trainer_config(self.config, stage, self.folder.path), self.plan),
             loggers=loggers_of(self, stage) if leads else (),
             mesh=self.ranks.mesh,
-            evaluate=evaluate,
+            evaluate=self._evaluate_during if stage == "rl" else None,
             tokenizer=copy.deepcopy(self.tokenizer) if leads else None,
             callbacks=[partial(self._updated, stage)] if leads else (),
         )
