@@ -12,7 +12,7 @@ gradients are those of rows that are computed whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -146,45 +146,38 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
             f"{batch.meta.get('dropped', {})}); loosen the filters or sample more"
         )
     check_logprobs(items)
-    turns: dict[Hashable, int] = {}
-    rollouts: dict[Hashable, int] = {}
-    groups: dict[Hashable, int] = {}
+    rollout_ids = _numbered(item.rollout_id for item in items)
+    group_ids = _numbered(map(group_key, items))
     # Of all items at once: an array of few tokens costs much more to make than to fill.
     counts = [item.turns[-1].end for item in items]
+    spans = [(item.rollout_id, span) for item in items for span in item.turns]
     turn_ids = np.repeat(
-        [
-            turns.setdefault((item.rollout_id, span.turn_index), len(turns))
-            for item in items
-            for span in item.turns
-        ],
-        [span.end - span.start for item in items for span in item.turns],
+        _numbered((rollout, span.turn_index) for rollout, span in spans),
+        [span.end - span.start for _, span in spans],
     )
     weights = np.repeat(np.array([item.weight for item in items], dtype=np.float32), counts)
     packed = []
-    rows = _rows(items, max_seq_len)
-    for item, (ids, actions), (start, end) in zip(
-        items, rows, pairwise(bounds(counts)), strict=True
-    ):
-        own = item.attachments.token_weights
-        packed.append(
-            PackedItem(
-                ids,
-                actions,
-                weights[start:end] if own is None else np.asarray(own, dtype=np.float32),
-                turn_ids[start:end],
-                rollouts.setdefault(item.rollout_id, len(rollouts)),
-                groups.setdefault(group_key(item), len(groups)),
-            )
-        )
+    rows, places = _rows(items, max_seq_len), pairwise(bounds(counts))
+    for i, ((ids, actions), (start, end)) in enumerate(zip(rows, places, strict=True)):
+        own = items[i].attachments.token_weights
+        own = weights[start:end] if own is None else np.asarray(own, dtype=np.float32)
+        turns = turn_ids[start:end]
+        packed.append(PackedItem(ids, actions, own, turns, rollout_ids[i], group_ids[i]))
     return Layout(
         items,
         tuple(packed),
         RowOrder.of([p.input_ids for p in packed]),
         np.bincount(turn_ids),
-        np.bincount([p.rollout_id for p in packed], counts).astype(np.int64),
-        np.bincount([p.group_id for p in packed], counts).astype(np.int64),
+        np.bincount(rollout_ids, counts).astype(np.int64),
+        np.bincount(group_ids, counts).astype(np.int64),
         batch.counts,
     )
+
+
+def _numbered(keys: Iterable[Hashable]) -> list[int]:
+    """The number of each key, counted from 0 in the order in which they first come."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def _rows(
