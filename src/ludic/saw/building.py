@@ -353,11 +353,8 @@ def _by_token(
 def _kept_ids(row: Sequence[_Call]) -> tuple[NDArray[np.int64], ...] | None:
     if all(call.trace.kept_token_ids is None for call in row):
         return None
-    everything = np.empty(0, dtype=np.int64)
-    kept: list[NDArray[np.int64]] = []
+    kept: list[Sequence[int]] = []
     for call in row:
-        if call.trace.kept_token_ids is None:
-            kept.extend([everything] * len(call.trace.completion_token_ids))
-        else:
-            kept.extend(np.array(ids, dtype=np.int64) for ids in call.trace.kept_token_ids)
-    return tuple(kept)
+        everything = ((),) * len(call.trace.completion_token_ids)
+        kept += everything if call.trace.kept_token_ids is None else call.trace.kept_token_ids
+    return tuple([np.array(ids, dtype=np.int64) for ids in kept])

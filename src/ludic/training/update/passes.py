@@ -126,15 +126,14 @@ class Passes:
         with float32_products(self.policy.precision):
             scored = self.policy.score(micro, entropy=True, logits=self.loss.needs_logits)
             loss, loss_stats = self.loss.compute(scored, micro.loss)
-        own: dict[str, Stat] = {"loss": Stat.sum(loss)}
-        own |= policy_stats(scored, micro.loss, version)
+        own = {"loss": Stat.sum(loss), **policy_stats(scored, micro.loss, version), **loss_stats}
         # Without what leads back to the parameters, which would stay alive during the next pass.
         entropy = None if scored.entropy is None else scored.entropy.detach()
         # FSDP averages gradients over ranks, while these losses are shares of a sum.
         return _Made(
             loss * (self.world.size if counted else 0),
             TokenLogProbs(scored.logprobs.detach(), entropy),
-            own | dict(loss_stats),
+            own,
             part,
         )
 
