@@ -102,10 +102,9 @@ class ModelCaller:
         template, schemas = self.template_for(tools), None if tools is None else tools.tools
         if previous is None:
             return tuple(template.render(messages, schemas)), messages, None
-        shown = previous.messages
-        n = len(shown) + 1
-        grew = messages[:n] == (*shown, previous.parsed.message)
-        new_messages = messages[n:] if grew else unseen(messages, shown)
+        shown = (*previous.messages, previous.parsed.message)
+        grew = messages[: len(shown)] == shown
+        new_messages = messages[len(shown) :] if grew else unseen(messages, shown)
         trace = previous.response.trace
         if trace is None:  # a backend without ids: nothing to extend, and nothing to fork from
             return tuple(template.render(messages, schemas)), new_messages, None
