@@ -160,9 +160,8 @@ def begin_agent(
     episode.agents.append(agent)
     seed = derived(episode.spec.sampling_seed, "agent", role)
     agent.reset(prompt, seed=seed, conversation_id=track.rollout_id)
-    obs, info = opening_of(openings, role)
-    track.obs = obs
-    agent.on_env_reset(obs, info)
+    track.obs, info = opening_of(openings, role)
+    agent.on_env_reset(track.obs, info)
 
 
 async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:

@@ -119,9 +119,8 @@ class RolloutEngine:
     ) -> list[Rollout]:
         """All rollouts, failed ones included, by request, then episode, then agent. The order does
         not depend on which episode finished first."""
-        async with aclosing(
-            self.stream_rollouts(requests, max_steps, concurrency, **options)
-        ) as stream:
+        stream = self.stream_rollouts(requests, max_steps, concurrency, **options)
+        async with aclosing(stream):
             rollouts = [rollout async for rollout in stream]
         return sorted(rollouts, key=place_in_plan)
 
