@@ -89,10 +89,9 @@ class Stages:
 
     async def _lead(self) -> None:
         """What rank 0 does, or a process alone."""
-        config, folder, started = self.config, self.run.folder, time.monotonic()
-        say(f"run folder: {folder.path}")
+        run, config, started = self.run, self.config, time.monotonic()
+        say(f"run folder: {run.folder.path}")
         with interruptible(self.stop):
-            run = self.run
             run.plan = await asyncio.to_thread(plan_loaded, config, run.model)
             async with self.opened():
                 say(f"model: {config.model.name}, {describe_model(config, run.model, run.ranks)}")
@@ -103,11 +102,11 @@ class Stages:
                 await self._all()
                 seconds, warnings = time.monotonic() - started, self.warnings()
                 if self.stopped:
-                    say(f"stopped; {how_to_go_on(config, folder.path)}")
+                    say(f"stopped; {how_to_go_on(config, run.folder.path)}")
                 elif samples(config):
-                    await conclude(config, folder, self.reports, run.runtime, seconds, warnings)
+                    await conclude(config, run.folder, self.reports, run.runtime, seconds, warnings)
                 else:
-                    conclude_unmeasured(config, folder, seconds, warnings)
+                    conclude_unmeasured(config, run.folder, seconds, warnings)
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
