@@ -9,7 +9,7 @@ itself chooses.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -112,5 +112,4 @@ def describe_aggregation(aggregation: Any) -> Any:
     kind = AGGREGATIONS.builtin_name(type(aggregation))
     if kind is None:
         return aggregation
-    names = (field.name for field in fields(aggregation))
-    return {"kind": kind, **{name: getattr(aggregation, name) for name in names}}
+    return {"kind": kind, **asdict(aggregation)}

@@ -87,8 +87,7 @@ def action_logits(
 ) -> Float[Tensor, "tokens vocab"]:
     """The whole logits that the log-probs are a softmax of, for losses that ask for them."""
     hidden = hidden if narrow is None else hidden.to(narrow)
-    logits = (rule or LogitRule())(_wide_logits(hidden, head))
-    logits = logits / temperatures[:, None]
+    logits = (rule or LogitRule())(_wide_logits(hidden, head)) / temperatures[:, None]
     mask = _mask(kept, 0, hidden.shape[0], logits.shape[1])
     return logits if mask is None else logits.masked_fill(mask, -torch.inf)
 
