@@ -199,8 +199,12 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_matmul(
-    total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, scale: float = 1.0
-) -> Tensor:
+    total: Float[Tensor, "rows columns"] | None,
+    a: Float[Tensor, "rows inner"],
+    b: Float[Tensor, "inner columns"],
+    dtype: torch.dtype,
+    scale: float = 1.0,
+) -> Float[Tensor, "rows columns"]:
     """total + scale · a @ b, in place and in `dtype`; a GPU's product adds to the sum by itself."""
     if total is None:
         product = _matmul(a, b, dtype)
