@@ -70,8 +70,7 @@ def agent_maker(
             arguments["external_tools"] = external_tools
         if servers:
             arguments["tool_sources"] = [mcp_server(server) for server in servers]
-        made: Agent = AGENTS.make_with(factory, agent, (), arguments)
-        return made
+        return AGENTS.make_with(factory, agent, (), arguments)  # type: ignore[no-any-return]
 
     return make
 

@@ -39,8 +39,7 @@ class Parts:
                     self._values[name] = make()
             finally:
                 self._being_made.pop()
-        part: T = self._values[name]
-        return part
+        return self._values[name]  # type: ignore[no-any-return]
 
     def assign(self, name: str, value: Any) -> None:
         """Replaces a part."""

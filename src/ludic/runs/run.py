@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -323,9 +323,8 @@ class Run:
                 )
                 if not self.parts.is_assigned("publisher"):
                     self.publisher = publisher
-            elif hasattr(self.client, "__aenter__"):
-                local: Any = self.client
-                await stack.enter_async_context(local)
+            elif isinstance(self.client, AbstractAsyncContextManager):
+                await stack.enter_async_context(self.client)
             await stack.enter_async_context(self.players.opened())
             self.parts.frozen = "the run has begun"
             yield
