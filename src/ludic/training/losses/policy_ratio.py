@@ -62,8 +62,7 @@ def policy_ratio(policy: TokenLogProbs, batch: LossBatch, *, needed_by: str) -> 
             "ratios, such as MaskedCausalLMCrossEntropyLoss"
         )
     log_ratio = policy.logprobs - batch.behavior_logprobs
-    ratio = exp_bounded(log_ratio)
-    return PolicyRatio(policy.logprobs, log_ratio, ratio, batch.weights, batch)
+    return PolicyRatio(policy.logprobs, log_ratio, exp_bounded(log_ratio), batch.weights, batch)
 
 
 def check_batch(policy: TokenLogProbs, batch: LossBatch) -> None:
