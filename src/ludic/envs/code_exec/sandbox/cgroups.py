@@ -53,11 +53,9 @@ class Cgroup:
 
     def kills(self) -> int:
         """How often the kernel has ended a process in it for want of memory."""
-        for line in (self.path / "memory.events").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-        return 0
+        lines = (self.path / "memory.events").read_text().splitlines()
+        events = dict(line.split() for line in lines)
+        return int(events.get("oom_kill", 0))
 
     def remove(self, timeout_s: float = 2.0) -> None:
         """Ends what is in it, and removes it. Does nothing where it is gone."""
@@ -81,27 +79,20 @@ def candidates(root: Path, own: str) -> Iterator[Path]:
     if relative is None or ".." in relative:
         return
     place = root / relative.lstrip("/")
-    while True:
-        yield place
-        if place == root:
+    for folder in (place, *place.parents):
+        yield folder
+        if folder == root:
             return
-        place = place.parent
 
 
 def fits(parent: Path) -> bool:
     """Whether groups below it get the controllers, and can be made: tries it."""
-    try:
-        controllers = (parent / "cgroup.subtree_control").read_text().split()
-    except OSError:
-        return False
-    if not {"memory", "pids"} <= set(controllers):
-        return False
     probe = parent / f"{PREFIX}probe-{os.getpid()}-{secrets.token_hex(4)}"
     try:
+        controllers = (parent / "cgroup.subtree_control").read_text().split()
+        if not {"memory", "pids"} <= set(controllers):
+            return False
         probe.mkdir()
-    except OSError:
-        return False
-    try:
         Cgroup(probe).limit(Limits())
         # Moving a process needs the right to write here and in the group that it leaves.
         return os.access(probe / "cgroup.procs", os.W_OK) and os.access(
@@ -124,7 +115,7 @@ def writable_parent() -> Path | None:
         return None
     parent = next((place for place in candidates(ROOT, own) if fits(place)), None)
     if parent is not None:
-        for left in parent.glob(f"{PREFIX}*"):
+        for stale in parent.glob(f"{PREFIX}*"):
             with suppress(OSError):  # one with processes in it cannot be removed
-                left.rmdir()
+                stale.rmdir()
     return parent

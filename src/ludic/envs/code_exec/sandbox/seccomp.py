@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[int, int | None]] = {
 NEEDED_BY_WORKER: dict[str, tuple[int, int | None]] = {"unshare": (272, 97), "mount": (165, 40)}
 """Refused to programs only: the worker makes their namespaces with these."""
 
-SIGNALS: dict[str, tuple[int, int | None]] = {
+SIGNALS: dict[str, tuple[int, int]] = {
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "prlimit64": (302, 261),
 }  # fmt: skip
@@ -101,9 +101,7 @@ def build_filter(purpose: FilterFor, machine: str | None = None) -> bytes:
     filled.check(IOCTL[column], 1, _EQUAL, TERMINAL_INJECTION, refuse_match=True)
     if purpose == "plain":
         for numbers in SIGNALS.values():
-            number = numbers[column]
-            assert number is not None
-            filled.check(number, 0, _EQUAL, (0, OWN_PID), refuse_match=False)
+            filled.check(numbers[column], 0, _EQUAL, (0, OWN_PID), refuse_match=False)
     filled.add(_RETURN, ALLOW)
     return filled.program()
 

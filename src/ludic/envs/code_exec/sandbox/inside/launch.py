@@ -43,12 +43,9 @@ def main() -> NoReturn:
     _kill(group)
     _, status = os.waitpid(child, 0)
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+    while os.path.exists(group) and time.monotonic() < deadline:
         try:
             os.rmdir(group)
-            break
-        except FileNotFoundError:
-            break
         except OSError:
             time.sleep(0.02)
     os._exit(0 if status == 0 else 1)
