@@ -285,13 +285,13 @@ class TwoPlayerTicTacToeEnv(_Scored, LudicEnv[Mark, Obs, Action]):
         complaint = self._complain(mover, action, place)
         if not self._over:
             return {mover: complaint}
-        told = StepOutcome(
+        void = StepOutcome(
             f"{mover} made an illegal move. The game is void.",
             self._rewards["draw"],
             terminated=True,
             info={"board": self._board, "result": "void"},
         )
-        return {mover: complaint, other(mover): told}
+        return {mover: complaint, other(mover): void}
 
 
 def _result_for(mark: Mark, board: Board) -> Literal["win", "draw", "loss"]:

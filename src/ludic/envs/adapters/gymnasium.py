@@ -89,9 +89,9 @@ class GymnasiumEnv(SingleAgentEnv):
     def env_step(self, action: Action) -> StepOutcome:
         move = self._actions.read(action)
         if move is None:
-            told = f"{action.strip()[:80]!r} is not an action. Actions: {self._actions.said()}"
+            note = f"{action.strip()[:80]!r} is not an action. Actions: {self._actions.said()}"
             return StepOutcome(
-                f"{told}\n\n{self.env_current_obs()}", self.illegal_reward, info={"illegal": True}
+                f"{note}\n\n{self.env_current_obs()}", self.illegal_reward, info={"illegal": True}
             )
         self._obs, reward, terminated, truncated, self._info = self._env.step(move)
         self._over = bool(terminated or truncated)
@@ -257,7 +257,7 @@ def _actions_of(space: Any, words: Sequence[Any] | None, id: str) -> Any:
 
 
 def _discrete(words: Sequence[Any] | None, size: int, start: int, id: str) -> _Discrete:
-    said = [str(w) for w in words] if words is not None else [str(start + i) for i in range(size)]
-    if len(said) != size or len({w.strip().lower() for w in said}) != size:
-        raise ConfigError(f"actions={said}: {id} wants {size} different words, one per action")
-    return _Discrete(said, start)
+    names = [str(w) for w in words] if words is not None else [str(start + i) for i in range(size)]
+    if len(names) != size or len({w.strip().lower() for w in names}) != size:
+        raise ConfigError(f"actions={names}: {id} wants {size} different words, one per action")
+    return _Discrete(names, start)

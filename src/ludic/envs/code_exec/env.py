@@ -151,8 +151,8 @@ class CodeExecEnv(DatasetEnv):
         }
         passed = verdict.passed == verdict.total
         if not passed and self._attempts < self.max_attempts:
-            told = verdict.message if self.feedback == "errors" else "Not all tests passed."
-            self._obs = f"{told}\nTry again."
+            hint = verdict.message if self.feedback == "errors" else "Not all tests passed."
+            self._obs = f"{hint}\nTry again."
             return StepOutcome(self._obs, 0.0, info=info)
         share = verdict.passed / verdict.total
         score = share if self.reward == "partial" else float(passed)

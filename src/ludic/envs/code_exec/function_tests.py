@@ -78,13 +78,13 @@ def run_function_tests(
 def _run(
     boxes: Sequence[Sandbox], solution: bytes, job: dict[str, Any], limits: Limits
 ) -> FunctionResults:
-    known = {name: job[name] for name in ("entry_point", "setup")}  # never the tests
+    visible = {name: job[name] for name in ("entry_point", "setup")}  # never the tests
     solver = boxes[0].open(
         {
             **_package("serve_solution.py"),
             "main.py": _SERVE,
             "solution.py": solution,
-            "job.json": json.dumps(known).encode(),
+            "job.json": json.dumps(visible).encode(),
         },
         ["python", "main.py"],
         replace(limits, output_kb=max(limits.output_kb, _TRAFFIC_KB)),
@@ -93,9 +93,9 @@ def _run(
     tester: Program | None = None
     try:
         line, result = _line(solver, deadline, _MAX_TEXT)
-        told = None if line is None else text_of_line(line)
-        if told != "ready":
-            return _not_loaded(told, result or solver.kill(), deadline)
+        report = None if line is None else text_of_line(line)
+        if report != "ready":
+            return _not_loaded(report, result or solver.kill(), deadline)
         tester = boxes[1].open(
             {
                 **_package("serve_solution.py", "run_tests.py"),
@@ -152,11 +152,11 @@ def _line(
     return line, program.finish() if line is None else None
 
 
-def _not_loaded(told: str | None, result: RunResult, deadline: float) -> FunctionResults:
-    if told is None:
+def _not_loaded(report: str | None, result: RunResult, deadline: float) -> FunctionResults:
+    if report is None:
         late = result.late or time.monotonic() >= deadline
         return FunctionResults((), failed=_why(result), ended=result.status, late=late)
-    kind, _, why = told.partition(" ")
+    kind, _, why = report.partition(" ")
     return FunctionResults((), failed=why[:1000], compiles=kind != "no_python")
 
 

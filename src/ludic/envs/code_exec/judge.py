@@ -182,8 +182,8 @@ class Judge:
             except CheckerTimeoutError as error:
                 failure, late = (Outcome.FAILED, f"In {where}, {error}.", "checker"), True
             if is_syntax_error(result):
-                said = text_of(result.stderr, _SHOWN)
-                return Verdict(Outcome.NO_COMPILE, 0, total, f"The code does not compile:\n{said}")
+                message = f"The code does not compile:\n{text_of(result.stderr, _SHOWN)}"
+                return Verdict(Outcome.NO_COMPILE, 0, total, message)
             first = first or failure
             if not self.all_tests:
                 break
@@ -192,7 +192,7 @@ class Judge:
         return Verdict(first[0], passed, total, first[1], first[2], late)
 
     def _try_function(self, task: FunctionTask, source: bytes, alone: bool) -> Verdict:
-        found = run_function_tests(
+        results = run_function_tests(
             self.pool,
             source,
             entry_point=task.entry_point,
@@ -203,24 +203,24 @@ class Judge:
             alone=alone,
         )
         total = len(task.tests)
-        status = None if found.ended is None else str(found.ended)
-        if found.failed is not None:
-            if not found.compiles:
-                message = f"The code does not compile: {found.failed}"
+        status = None if results.ended is None else str(results.ended)
+        if results.failed is not None:
+            if not results.compiles:
+                message = f"The code does not compile: {results.failed}"
                 return Verdict(Outcome.NO_COMPILE, 0, total, message)
-            message = f"The code could not be loaded: {found.failed}"
-            return Verdict(Outcome.CRASHED, 0, total, message, status, found.late)
-        passed = sum(error is None for error in found.errors)
+            message = f"The code could not be loaded: {results.failed}"
+            return Verdict(Outcome.CRASHED, 0, total, message, status, results.late)
+        passed = sum(error is None for error in results.errors)
         if passed == total:
             return Verdict(Outcome.PASSED, passed, total, _all_passed(total), "ok")
-        number, error = _first_failure(found.errors)
-        outcome, said = Outcome.FAILED, "gave a wrong result"
-        if found.ended is not None:
-            outcome, said = Outcome.CRASHED, f"was ended: {found.ended}"
+        number, error = _first_failure(results.errors)
+        outcome, what = Outcome.FAILED, "gave a wrong result"
+        if results.ended is not None:
+            outcome, what = Outcome.CRASHED, f"was ended: {results.ended}"
         elif error and not error.startswith("AssertionError"):
-            outcome, said = Outcome.CRASHED, f"failed with {error[:_SHOWN]}"
-        message = f"Test {number} of {total}: `{task.entry_point}` {said}."
-        return Verdict(outcome, passed, total, message, status, found.late)
+            outcome, what = Outcome.CRASHED, f"failed with {error[:_SHOWN]}"
+        message = f"Test {number} of {total}: `{task.entry_point}` {what}."
+        return Verdict(outcome, passed, total, message, status, results.late)
 
 
 def _lasts(verdict: Verdict) -> bool:
@@ -242,8 +242,8 @@ def _failure(result: RunResult, where: str) -> tuple[Outcome, str]:
     if result.ok:
         return Outcome.FAILED, f"Wrong output in {where}."
     if result.status in (RunStatus.ERROR, RunStatus.SIGNAL):
-        said = text_of(result.stderr, _SHOWN)
-        return Outcome.CRASHED, f"Exit status {result.exit_code} in {where}.\n{said}".rstrip()
+        stderr = text_of(result.stderr, _SHOWN)
+        return Outcome.CRASHED, f"Exit status {result.exit_code} in {where}.\n{stderr}".rstrip()
     return Outcome.CRASHED, f"Ended in {where}: it went beyond its limit ({result.status})."
 
 

@@ -37,25 +37,25 @@ def begin() -> tuple[TextIO, TextIO, dict[str, Any]]:
 def main() -> None:
     calls, answers, job = begin()
     names: dict[str, Any] = {"__name__": "solution"}
-    told = "ready"
+    report = "ready"
     try:
         with open("solution.py", "rb") as source:
             text = source.read()
         try:
             code = compile(text, "solution.py", "exec", dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            told = f"no_python {last_line(error)}"
+            report = f"no_python {last_line(error)}"
         else:
             load_setup(job["setup"], names)
             exec(code, names)
             if not callable(names.get(job["entry_point"])):
-                told = f"failed there is no function {job['entry_point']!r}"
+                report = f"failed there is no function {job['entry_point']!r}"
     except BaseException as error:
-        told = f"failed {last_line(error)}"
+        report = f"failed {last_line(error)}"
         traceback.print_exc()
-    answers.write(json.dumps(told) + "\n")
+    answers.write(json.dumps(report) + "\n")
     answers.flush()
-    if told != "ready":
+    if report != "ready":
         return
     for line in calls:
         answers.write(json.dumps(answer(json.loads(line), names)) + "\n")

@@ -97,11 +97,11 @@ class PythonTool:
             status = program.finish().status
             self._end()
             return f"The session ended ({status}); the next call starts an empty one."
-        said = text_of_line(line)
-        if said is None or len(said) > _MAX_TEXT:
+        output = text_of_line(line)
+        if output is None or len(output) > _MAX_TEXT:
             self._end()
             return "The session ended: it wrote to the pipe that it is asked through."
-        return said
+        return output
 
     def _start(self) -> Program:
         (sandbox,) = self._lease.enter_context(session_pool(self._sandbox).lease())

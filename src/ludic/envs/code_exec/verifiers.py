@@ -61,16 +61,16 @@ class FloatVerifier(_ByFields):
     abs: float = 1e-9
 
     def __call__(self, pool: SandboxPool, stdin: str, expected: str, output: bytes) -> bool:
-        found, wanted = _lines(output.decode("utf-8", "replace")), _lines(expected)
-        return len(found) == len(wanted) and all(
+        actual, wanted = _lines(output.decode("utf-8", "replace")), _lines(expected)
+        return len(actual) == len(wanted) and all(
             len(a) == len(b) and all(map(self._same, a, b))
-            for a, b in zip(found, wanted, strict=True)
+            for a, b in zip(actual, wanted, strict=True)
         )
 
-    def _same(self, found: str, wanted: str) -> bool:
-        if found == wanted:
+    def _same(self, actual: str, wanted: str) -> bool:
+        if actual == wanted:
             return True
-        a, b = _number(found), _number(wanted)
+        a, b = _number(actual), _number(wanted)
         if a is None or b is None:
             return False
         if math.isnan(b):
@@ -102,8 +102,8 @@ class CheckerVerifier(_ByFields):
         if result.late:
             raise CheckerTimeoutError("the checker ran out of time")
         if is_syntax_error(result):
-            said = text_of(result.stderr, last=500)
-            raise EnvError(f"the checker program does not compile: {said}")
+            stderr = text_of(result.stderr, last=500)
+            raise EnvError(f"the checker program does not compile: {stderr}")
         return result.ok
 
 

@@ -52,7 +52,7 @@ class Text(Record, frozen=True, kw_only=True):
     def table(self) -> dict[int, str]:
         """What each code stands for."""
         runs = {int(at, 0) + i: c for at, run in self.runs.items() for i, c in enumerate(run)}
-        return runs | {int(code, 0): said for code, said in self.codes.items()}
+        return runs | {int(code, 0): text for code, text in self.codes.items()}
 
 
 class Screen(Record, frozen=True, kw_only=True):

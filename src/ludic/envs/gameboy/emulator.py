@@ -112,14 +112,14 @@ def read_action(action: str, most: int) -> Buttons | Cell | None:
     >>> read_action("walk to 5 7", 8)
     (5, 7)
     """
-    said = action.strip().lower()[:2000]
-    if said.startswith("{"):
-        said = _called(said)
-    if walk := _WALK.fullmatch(said):
+    words = action.strip().lower()[:2000]
+    if words.startswith("{"):
+        words = _called(words)
+    if walk := _WALK.fullmatch(words):
         return int(walk[1]), int(walk[2])
-    if not _BUTTONS.fullmatch(said):
+    if not _BUTTONS.fullmatch(words):
         return None
-    buttons = [_button(*word.split()) for word in re.findall(_BUTTON, said)]
+    buttons = [_button(*word.split()) for word in re.findall(_BUTTON, words)]
     return buttons if len(buttons) <= most else None
 
 
@@ -149,8 +149,8 @@ def _called(text: str) -> str:
         if name == "walk_to":
             return f"walk to {arguments['x']} {arguments['y']}"
         buttons: Sequence[str] | str = arguments["buttons"]
-        said = buttons if isinstance(buttons, str) else " ".join(buttons)
-        return said if name == "press" else ""
+        words = buttons if isinstance(buttons, str) else " ".join(buttons)
+        return words if name == "press" else ""
     except (ValueError, TypeError, LookupError, RecursionError):
         return ""
 

@@ -78,10 +78,10 @@ class GameBoyEnv(SingleAgentEnv):
         self._start = ""
 
     def _check(self, rom: bytes) -> None:
-        game, found = self.description, hashlib.sha1(rom).hexdigest()
-        if found != game.sha1:
+        game, sha1 = self.description, hashlib.sha1(rom).hexdigest()
+        if sha1 != game.sha1:
             raise ConfigError(
-                f"{self.rom} is not {game.title}: its SHA-1 is {found}, and not {game.sha1}"
+                f"{self.rom} is not {game.title}: its SHA-1 is {sha1}, and not {game.sha1}"
             )
         if self.goal is not None and self.goal not in game.milestones:
             raise ConfigError(
@@ -149,7 +149,7 @@ class GameBoyEnv(SingleAgentEnv):
 
     def picture(self) -> str:
         both = zip_longest(self._emulator.picture(), self._told.split("\n"))
-        return "\n".join(f"{screen or '':80} {said or ''}".rstrip() for screen, said in both)
+        return "\n".join(f"{screen or '':80} {text or ''}".rstrip() for screen, text in both)
 
     def suggested_sysprompt(self, agent_id: str) -> str | None:
         if self.system_prompt is not None:
@@ -225,21 +225,21 @@ class GameBoyEnv(SingleAgentEnv):
 def _line(shown: Shown, values: dict[str, Any]) -> str:
     value = values[shown.field]
     entries = value if isinstance(value, list) else [value]
-    said = [
+    texts = [
         shown.each.format(**entry) if isinstance(entry, dict) else shown.each.format(entry)
         for entry in entries
     ]
-    return f"{shown.label}: {', '.join(said) or shown.empty}"
+    return f"{shown.label}: {', '.join(texts) or shown.empty}"
 
 
 def _recognised(rom: bytes, path: str) -> str:
-    games, found = known_games(), hashlib.sha1(rom).hexdigest()
-    if found not in games:
+    games, sha1 = known_games(), hashlib.sha1(rom).hexdigest()
+    if sha1 not in games:
         raise ConfigError(
-            f"{path}: no description has its SHA-1, {found} (there are {', '.join(games.values())})"
+            f"{path}: no description has its SHA-1, {sha1} (there are {', '.join(games.values())})"
             ": set `game` to the file that describes it"
         )
-    return games[found]
+    return games[sha1]
 
 
 def _bytes(path: str, what: str) -> bytes:

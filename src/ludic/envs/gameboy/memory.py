@@ -92,20 +92,20 @@ class Progress:
         return {name: gain * self._milestones[name].reward for name, gain in gains.items() if gain}
 
     def _gain(self, name: str, milestone: Milestone, values: Values) -> float:
-        found = _found(milestone.field, values)
+        entries = _entries(milestone.field, values)
         if milestone.kind == "gain":
-            total = float(sum(found))
+            total = float(sum(entries))
             gain = max(0.0, total - self._best.get(name, total))
             self._best[name] = max(total, self._best.get(name, total))
             return gain
         if milestone.kind == "flag":
-            found = [value for value in found if value == milestone.name]
-        fresh = set(found) - self._seen.get(name, set())
+            entries = [entry for entry in entries if entry == milestone.name]
+        fresh = set(entries) - self._seen.get(name, set())
         self._seen.setdefault(name, set()).update(fresh)
         return float(len(fresh))
 
 
-def _found(field: str, values: Values) -> list[Any]:
+def _entries(field: str, values: Values) -> list[Any]:
     """All values of a field: the bits that are set, or those of every entry of a list."""
     first, _, part = field.partition(".")
     value = values[first]

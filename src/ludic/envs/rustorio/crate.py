@@ -71,12 +71,12 @@ def _asked(path: str) -> Toolchain:
             "the environment 'rustorio' needs rustc and cargo in a folder of the PATH below /usr, "
             f"where the sandbox sees them: {install}"
         )
-    said = _run([rustc, "--version"], cwd="/").stdout.strip()
-    version = re.match(r"rustc (\d+)\.(\d+)", said)
+    banner = _run([rustc, "--version"], cwd="/").stdout.strip()
+    version = re.match(r"rustc (\d+)\.(\d+)", banner)
     if version is None or (int(version[1]), int(version[2])) < OLDEST:
         raise ConfigError(
             f"the environment 'rustorio' needs rustc {OLDEST[0]}.{OLDEST[1]} or newer, and {rustc} "
-            f"is {said!r}: {install}"
+            f"is {banner!r}: {install}"
         )
     # Not what is on the path, which may be rustup's stand-in for it.
     sysroot = _run([rustc, "--print=sysroot"], cwd="/").stdout.strip()
@@ -110,7 +110,7 @@ def _build(folder: Path, mode: str, stages: tuple[tuple[str, str], ...]) -> Game
     (game,) = (a for a in artifacts if Path(a["manifest_path"]).parent == folder)
     name = game["target"]["name"].replace("-", "_")
     library = next(f"deps/{Path(p).name}" for p in game["filenames"] if p.endswith(".rlib"))
-    known = ["-Ldependency=deps", f"--extern={name}={library}"]
+    libraries = ["-Ldependency=deps", f"--extern={name}={library}"]
     with tempfile.TemporaryDirectory(prefix="ludic-rustorio-") as made:
         (Path(made) / "deps").mkdir()
         for path in (path for artifact in artifacts for path in artifact["filenames"]):
@@ -123,7 +123,7 @@ def _build(folder: Path, mode: str, stages: tuple[tuple[str, str], ...]) -> Game
             (Path(made) / f"{part}.rs").write_text(text, encoding="utf-8")
             crate = ["--crate-type=rlib", f"--crate-name=ludic_{part}", "--out-dir=deps"]
             read = ["--emit=link,dep-info", "-Zbinary-dep-depinfo"]
-            command = [tools.rustc, *_FLAGS, *known, *crate, *read, f"{part}.rs"]
+            command = [tools.rustc, *_FLAGS, *libraries, *crate, *read, f"{part}.rs"]
             done = _run(command, cwd=made, RUSTC_BOOTSTRAP="1")
             if done.returncode != 0:
                 why = " ".join(error.partition("\n")[0] for error in errors_in(done.stderr))
@@ -139,17 +139,17 @@ def _build(folder: Path, mode: str, stages: tuple[tuple[str, str], ...]) -> Game
     files["lib.rs"] = b"#![forbid(unsafe_code)]\nmod player;\npub use player::user_main;\n"
     main = (_HERE / "main.rs").read_text(encoding="utf-8")
     files["main.rs"] = main.replace("GAME", name).replace("MODE", mode).encode()
-    command = ["sh", "-c", _script([*known, "--extern=stages=deps/libludic_stages.rlib"])]
+    command = ["sh", "-c", _script([*libraries, "--extern=stages=deps/libludic_stages.rlib"])]
     shown = [a for a in artifacts if names & {Path(path).name for path in a["filenames"]}]
     return Game(files, [*command, tools.rustc], _sources(shown), folder)
 
 
-def _script(known: Sequence[str]) -> str:
+def _script(libraries: Sequence[str]) -> str:
     """Compiles the player's program, links it with ours, and becomes the game."""
     # Whatever the player's program calls std, core or alloc is ours.
     names = [f"--extern={std}=deps/libludic_std.rlib" for std in ("std", "core", "alloc")]
-    player = [*_FLAGS, *known, *names, "--crate-type=rlib", "--crate-name=player", "lib.rs"]
-    linked = [*_FLAGS, *known, "--extern=player=libplayer.rlib", "-ogame", "main.rs"]
+    player = [*_FLAGS, *libraries, *names, "--crate-type=rlib", "--crate-name=player", "lib.rs"]
+    linked = [*_FLAGS, *libraries, "--extern=player=libplayer.rlib", "-ogame", "main.rs"]
     linked.append("-Cstrip=debuginfo")  # half of what linking takes otherwise
     # A program can have the compiler read its own open files, and would find a pipe's end there.
     return (
@@ -170,8 +170,8 @@ def _cargo_build(tools: Toolchain, folder: Path) -> list[dict[str, Any]]:
     )
     messages = [json.loads(line) for line in done.stdout.split("\n") if line.startswith("{")]
     if done.returncode != 0:
-        said = done.stderr.strip()[-1500:]
-        raise ConfigError(f"cargo could not build the crate {str(folder)!r}: {said}")
+        errors = done.stderr.strip()[-1500:]
+        raise ConfigError(f"cargo could not build the crate {str(folder)!r}: {errors}")
     return [
         message
         for message in messages
@@ -207,7 +207,7 @@ def check_stages(stages: Mapping[str, str]) -> None:
 
 def _sources(artifacts: Sequence[dict[str, Any]]) -> dict[str, Path]:
     """What a player may read: the libraries of the game itself, without programs and tests."""
-    found: dict[str, Path] = {}
+    sources: dict[str, Path] = {}
     for artifact in artifacts:
         target, local = artifact["target"], "path+file://" in artifact["package_id"]
         if local and "proc-macro" not in target["kind"]:
@@ -215,14 +215,14 @@ def _sources(artifacts: Sequence[dict[str, Any]]) -> dict[str, Path]:
             for path in sorted(root.rglob("*.rs")):
                 place = path.relative_to(root)
                 if place.parts[0] not in ("bin", "main.rs", "tests"):
-                    found[f"{target['name']}/{place}"] = path
-    return found
+                    sources[f"{target['name']}/{place}"] = path
+    return sources
 
 
-def errors_in(said: str) -> list[str]:
-    """The compiler's errors, as it shows them to people, from what it said in JSON."""
+def errors_in(output: str) -> list[str]:
+    """The compiler's errors, as it shows them to people, from its output in JSON."""
     errors: list[str] = []
-    for line in said.split("\n"):  # not where else Unicode ends lines
+    for line in output.split("\n"):  # not where else Unicode ends lines
         try:
             message = json.loads(line) if line.startswith("{") else {}
         except ValueError:  # where the output was cut

@@ -227,11 +227,11 @@ class RustorioEnv(SingleAgentEnv):
         """Only what follows the secret on its line is the harness's own. The line has to be whole:
         the sandbox cuts the output where the player's program may choose."""
         ours = re.compile(rf"^{secret} (?:begun|reached (\w+)|won (\d+))\n", re.MULTILINE)
-        printed, said = result.stdout.decode("utf-8", "replace"), text_of(result.stderr)
+        printed, complaint = result.stdout.decode("utf-8", "replace"), text_of(result.stderr)
         events = ours.findall(printed)
         limit = "" if result.status in (RunStatus.OK, RunStatus.ERROR) else f" ({result.status})"
         if not events:
-            errors = errors_in(said)
+            errors = errors_in(complaint)
             shown = [self._clean(error, _SHOWN_ERROR) for error in errors[: self.max_errors]]
             if not errors:
                 much = "output" if result.status is RunStatus.OUTPUT else "time or memory"
@@ -245,7 +245,8 @@ class RustorioEnv(SingleAgentEnv):
         if ticks is not None:
             parts = [f"You won in {ticks} ticks."]
         else:
-            parts = [f"The game ended without a victory{limit}.", self._clean(said, _SHOWN_OUTPUT)]
+            stderr = self._clean(complaint, _SHOWN_OUTPUT)
+            parts = [f"The game ended without a victory{limit}.", stderr]
         if self.stages:
             parts.append("Stages reached: " + (", ".join(stages) or "none") + ".")
         printed = ours.sub("", printed).strip()

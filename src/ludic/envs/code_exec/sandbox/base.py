@@ -80,9 +80,9 @@ class Limits:
         """Limits as they are, or from a mapping of those that differ from the defaults."""
         if isinstance(given, Limits):
             return given
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(given or {}) - known):
-            raise ConfigError(f"unknown limits {unknown}; there are: {sorted(known)}")
+        names = {field.name for field in fields(cls)}
+        if unknown := sorted(set(given or {}) - names):
+            raise ConfigError(f"unknown limits {unknown}; there are: {sorted(names)}")
         return replace(cls(**defaults), **dict(given or {}))
 
     def as_json(self) -> dict[str, float]:

@@ -94,7 +94,7 @@ class BubblewrapSandbox(Sandbox):
         return result
 
     def _command(self, filter_fd: int) -> list[str]:
-        found, python = find_bubblewrap(), interpreter()
+        bwrap, python = find_bubblewrap(), interpreter()
         uid = spare_user()
         binds: list[tuple[str, str]] = []
         prefix = python.prefix
@@ -102,7 +102,7 @@ class BubblewrapSandbox(Sandbox):
             prefix = "/mnt/python"
             binds.append((python.prefix, prefix))
         command = [
-            found, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
+            bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
             "--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--clearenv",
         ]  # fmt: skip
         for name, value in WORKER_ENVIRONMENT.items():
@@ -182,20 +182,20 @@ def readable_by_all(path: str) -> bool:
 
 def find_bubblewrap() -> str:
     """Where the program is; `SandboxUnavailableError` where it is not."""
-    found = shutil.which("bwrap")
-    if found is None:
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
         raise SandboxUnavailableError(
             "the sandbox 'bubblewrap' needs the program bwrap, which is not on this machine: "
             "install the system's package bubblewrap (apt-get install bubblewrap)"
         )
-    return found
+    return bwrap
 
 
 def bubblewrap_version() -> str:
-    said = subprocess.run(
+    output = subprocess.run(
         [find_bubblewrap(), "--version"], capture_output=True, text=True, timeout=20, check=False
     ).stdout
-    match = re.search(r"\d+(\.\d+)+", said)
+    match = re.search(r"\d+(\.\d+)+", output)
     return match[0] if match else "of unknown version"
 
 

@@ -215,11 +215,11 @@ class SandboxPool:
     def _may_enter(self, alone: bool) -> bool:
         if self._closed:
             raise SandboxError("the pool of sandboxes is closed")
-        left = self._open_until - time.monotonic()
-        if left > 0:
+        pause_s = self._open_until - time.monotonic()
+        if pause_s > 0:
             raise SandboxError(
                 f"{self._failures} sandboxes failed one after another; none is started "
-                f"for the next {left:.0f} s. `ludic doctor` says what is wrong with them"
+                f"for the next {pause_s:.0f} s. `ludic doctor` says what is wrong with them"
             )
         if alone:
             return self._running == 0

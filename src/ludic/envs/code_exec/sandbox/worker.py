@@ -31,6 +31,7 @@ from ludic.envs.code_exec.sandbox.base import (
     RunStatus,
     SandboxError,
     SandboxUnavailableError,
+    text_of,
 )
 from ludic.envs.code_exec.sandbox.inside import LOADER, OWN_PID, sources
 from ludic.errors import ConfigError, SerializationError
@@ -269,10 +270,10 @@ class WorkerProcess:
             self.broken = why
             with suppress(subprocess.TimeoutExpired):
                 self._child.wait(timeout=0.2)
-        said = ""
+        stderr = ""
         with suppress(OSError, ValueError):
-            said = os.pread(self._errors, 2000, 0).decode("utf-8", "replace").strip()
-        return SandboxError(f"{self.broken}: {said}" if said else self.broken)
+            stderr = text_of(os.pread(self._errors, 2000, 0))
+        return SandboxError(f"{self.broken}: {stderr}" if stderr else self.broken)
 
 
 def check_request(files: Mapping[str, bytes], command: Sequence[str], stdin: bytes) -> None:
@@ -470,5 +471,5 @@ def probe(sandbox: Sandbox) -> None:
     except (SandboxError, OSError) as error:
         raise SandboxUnavailableError(str(error)) from error
     if result.status is not RunStatus.OK or result.stdout != b"42\n":
-        said = result.stderr.decode("utf-8", "replace").strip()[-500:]
-        raise SandboxUnavailableError(f"printing 42 ended with {result.status}: {said}")
+        stderr = text_of(result.stderr, 500)
+        raise SandboxUnavailableError(f"printing 42 ended with {result.status}: {stderr}")

@@ -227,8 +227,8 @@ class Running:
         except BlockingIOError:
             return
         self.begun = self.begun or data.startswith(b"B")
-        if told := data.removeprefix(b"B"):
-            self.status = told
+        if status := data.removeprefix(b"B"):
+            self.status = status
         elif not data and self.status is None:
             vanished = b"S" + int(signal.SIGKILL).to_bytes(4, "big") if self.begun else b"E"
             self.status = vanished if self.stopped is None else b""
@@ -248,8 +248,8 @@ class Running:
         if self.interactive and number == 1:
             self.channel.put(b"O", data[:room])
         else:
-            kept = min(limit, MAX_ERRORS) if self.interactive else limit
-            self.outputs[number] += data[: max(0, kept - len(self.outputs[number]))]
+            most = min(limit, MAX_ERRORS) if self.interactive else limit
+            self.outputs[number] += data[: max(0, most - len(self.outputs[number]))]
         return fd
 
     def _look(self) -> float:

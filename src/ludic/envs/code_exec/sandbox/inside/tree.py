@@ -24,12 +24,12 @@ def descendants() -> dict[int, list[str]]:
                     fields = file.read().rpartition(b")")[2].decode().split()
                 stats[int(name)] = fields
                 children.setdefault(int(fields[1]), []).append(int(name))
-    found: dict[int, list[str]] = {}
+    below: dict[int, list[str]] = {}
     fresh = [os.getpid()]
     while fresh:
         fresh = [child for pid in fresh for child in children.get(pid, [])]
-        found.update((pid, stats[pid]) for pid in fresh)
-    return found
+        below.update((pid, stats[pid]) for pid in fresh)
+    return below
 
 
 def usage(own_bytes: int) -> dict[str, Any]:
@@ -65,13 +65,13 @@ def _memory(pid: int) -> int:
 
 def tasks_of_user() -> int:
     """How many processes and threads this user has, on the whole system."""
-    uid, found = os.getuid(), 0
+    uid, tasks = os.getuid(), 0
     for name in os.listdir("/proc"):
         if name.isdigit():
             with suppress(OSError):
                 if os.stat(f"/proc/{name}/task/{name}").st_uid == uid or name == str(os.getpid()):
-                    found += len(os.listdir(f"/proc/{name}/task"))
-    return found
+                    tasks += len(os.listdir(f"/proc/{name}/task"))
+    return tasks
 
 
 def kill(first: int = 0) -> None:
@@ -88,12 +88,12 @@ def kill(first: int = 0) -> None:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        left = descendants()
-        if not left:
+        alive = descendants()
+        if not alive:
             return
         if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {list(left)[:8]} cannot be ended")
-        for pid in left:
+            raise RuntimeError(f"processes {list(alive)[:8]} cannot be ended")
+        for pid in alive:
             _kill(pid)
         time.sleep(0.0005)
 
