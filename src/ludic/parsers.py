@@ -237,7 +237,7 @@ def regex_parser(
     exists = chosen in compiled.groupindex if isinstance(chosen, str) else chosen <= compiled.groups
     if not exists:
         raise ConfigError(f"regex_parser: {pattern!r} has no group {chosen!r}")
-    told = feedback or f"The answer does not have the form {pattern}"
+    complaint = feedback or f"The answer does not have the form {pattern}"
     find = compiled.fullmatch if full else compiled.search
 
     def read(text: str) -> str:
@@ -246,8 +246,8 @@ def regex_parser(
         except TimeoutError:
             raise _Unreadable("The answer could not be read in time: keep it short.") from None
         if match is None or match.group(chosen) is None:
-            raise _Unreadable(told)
-        return _filled(match.group(chosen), told)
+            raise _Unreadable(complaint)
+        return _filled(match.group(chosen), complaint)
 
     return _parser(read, success_reward, error_reward)
 

@@ -70,11 +70,11 @@ class Compactor:
         summary = call.parsed.message if _is_summary(call) else None
         if summary is not None:
             self._keep(call)
-        kept = self._kept_turns(summary) if record is None else record["kept_turns"]
-        info["kept_turns"] = kept
+        turns = self._kept_turns(summary) if record is None else record["kept_turns"]
+        info["kept_turns"] = turns
         if summary is None:
-            info["dropped_turns"] = self.dialog.turns - kept
-        self._begin_again(summary, kept, call)
+            info["dropped_turns"] = self.dialog.turns - turns
+        self._begin_again(summary, turns, call)
         return info
 
     def after_call(self, call: ModelCall) -> ModelCall:
@@ -178,9 +178,9 @@ class Compactor:
         ctx = self.dialog
         most = min(ctx.keep_turns, ctx.turns) if summary is not None else ctx.turns - 1
         room = self._most() / 2
-        for kept in range(most, 0, -1):
-            if self._size(ctx.beginning(summary, kept)) <= room:
-                return kept
+        for turns in range(most, 0, -1):
+            if self._size(ctx.beginning(summary, turns)) <= room:
+                return turns
         return 0
 
     def _begin_again(self, summary: Message | None, kept: int, call: ModelCall) -> None:

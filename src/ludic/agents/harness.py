@@ -88,8 +88,8 @@ class HarnessAgent(ReActAgent):
         else:
             self._unchanged += 1
         if self.remind_after and self._unchanged and self._unchanged % self.remind_after == 0:
-            said = self.reminder.format(steps=self._unchanged)
-            obs = f"{obs}\n\n{said}" if obs else said
+            reminder = self.reminder.format(steps=self._unchanged)
+            obs = f"{obs}\n\n{reminder}" if obs else reminder
         super().on_after_step(obs, info)
 
     async def act_by_tool(self, call: ModelCall) -> ActResult | None:

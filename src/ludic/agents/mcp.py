@@ -129,7 +129,7 @@ class OpenServer:
             await _loop.run(self._scope.let_go(self._connection))
 
     def _tool(self, listed: Any) -> Tool:
-        connection, told = self._connection, listed.description or ""
+        connection, description = self._connection, listed.description or ""
 
         async def call(**arguments: Any) -> str:
             return await _loop.run(connection.call(listed.name, arguments))
@@ -137,7 +137,8 @@ class OpenServer:
         name = f"{self._server.prefix}{listed.name}"
         parameters = dict(_either(listed, "input_schema", "inputSchema"))
         parameters.pop("title", None)
-        return Tool(name, told, call, function_schema(name, told, parameters))
+        schema = function_schema(name, description, parameters)
+        return Tool(name, description, call, schema)
 
 
 class _Connection:
@@ -296,8 +297,8 @@ class _Scope:
         await connection.close()
 
     async def close(self) -> None:
-        left, self.connections, self._shared = self.connections, set(), {}
-        await asyncio.gather(*(connection.close() for connection in left))
+        connections, self.connections, self._shared = self.connections, set(), {}
+        await asyncio.gather(*(connection.close() for connection in connections))
 
 
 _of_the_process = _Scope()

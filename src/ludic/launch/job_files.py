@@ -80,5 +80,5 @@ def _filled(template: str, sizes: JobSizes, **more: object) -> str:
         "quote": shlex.quote, "join_words": shlex.join, "json": json.dumps, "round_off": round
     }  # fmt: skip
     values = {field.name: getattr(sizes, field.name) for field in fields(sizes)}
-    known = {"command": sizes.command, "ray_port": RAY_PORT, "stop_early_s": STOP_EARLY_S}
-    return environment.get_template(template).render(values | known | more)
+    computed = {"command": sizes.command, "ray_port": RAY_PORT, "stop_early_s": STOP_EARLY_S}
+    return environment.get_template(template).render(values | computed | more)

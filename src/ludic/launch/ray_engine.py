@@ -116,8 +116,8 @@ def _wrong_with(expected: Expected) -> str | None:
         )
         *versions, word = json.loads(answer.stdout)
     except subprocess.CalledProcessError as exc:
-        said = " ".join(exc.stderr.split()[-20:])
-        return f"cannot import Ludic with {python}: {said}"
+        errors = " ".join(exc.stderr.split()[-20:])
+        return f"cannot import Ludic with {python}: {errors}"
     except (OSError, ValueError, subprocess.TimeoutExpired) as exc:
         return f"cannot run {python}: {exc}"
     for what, theirs, ours in zip(("Python", "Ludic"), versions, expected.versions, strict=True):
@@ -200,8 +200,8 @@ class RayEngine:
 
     def free(self) -> str:
         """What nobody uses, in words."""
-        left = ray.available_resources()
-        return f"{left.get('CPU', 0):g} CPUs and {left.get('GPU', 0):g} GPUs are free"
+        unused = ray.available_resources()
+        return f"{unused.get('CPU', 0):g} CPUs and {unused.get('GPU', 0):g} GPUs are free"
 
     def close(self) -> None:
         ray.shutdown()

@@ -42,13 +42,13 @@ class Event:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _State:
     role: Role
     due: float
     placement: Placement | None = None
     running_since: float | None = None
     waiting_since: float | None = None
-    told: bool = False
+    announced: bool = False
     failures: int = 0
     restarts: int = 0
     nodes: tuple[str, ...] = ()
@@ -80,144 +80,148 @@ class Supervisor:
     ) -> None:
         self._engine, self._tell, self._clock = engine, tell, clock
         self._patience_s, self._grace_s, self._again = patience_s, grace_s, again
-        self._kept: dict[str, _Kept] = {}
+        self._states: dict[str, _State] = {}
 
     def add(self, role: Role) -> None:
         """Has a role started with the next tick. Its name must be new."""
         if self.has(role.name):
             raise ValueError(f"there is a role called {role.name!r}")
-        self._kept[role.name] = _Kept(role, self._clock())
+        self._states[role.name] = _State(role, self._clock())
 
     def has(self, name: str) -> bool:
         """Whether there is such a role, or was one that is over for good."""
-        return name in self._kept
+        return name in self._states
 
     def over(self, kind: str) -> int:
         """How many roles of a kind are over for good."""
-        return sum(k.role.kind == kind and k.outcome is not None for k in self._kept.values())
+        return sum(s.role.kind == kind and s.outcome is not None for s in self._states.values())
 
     def names(self, kind: str) -> list[str]:
         """The roles of a kind that are neither over nor leaving, in their order."""
         return [
             name
-            for name, kept in self._kept.items()
-            if kept.role.kind == kind and kept.outcome is None and kept.leaves_by is None
+            for name, state in self._states.items()
+            if state.role.kind == kind and state.outcome is None and state.leaves_by is None
         ]
 
     def running(self, kind: str) -> int:
         """How many roles of a kind run."""
-        return sum(self._kept[name].running_since is not None for name in self.names(kind))
+        return sum(self._states[name].running_since is not None for name in self.names(kind))
 
     def outcome(self, name: str) -> Ended | None:
         """How a role ended for good; None while it has not."""
-        return self._kept[name].outcome
+        return self._states[name].outcome
 
     def send(self, name: str, sign: signal.Signals) -> None:
         """Sends a signal to a role's first process, if it has one."""
-        if (placement := self._kept[name].placement) is not None:
+        if (placement := self._states[name].placement) is not None:
             placement.send(sign)
 
     def remove(self, name: str) -> None:
         """Tells a role that is not wanted any more to leave; ticks see to the rest."""
-        kept = self._kept[name]
-        kept.leaves_by = self._clock() + self._grace_s
-        if kept.placement is None:
-            del self._kept[name]
+        state = self._states[name]
+        state.leaves_by = self._clock() + self._grace_s
+        if state.placement is None:
+            del self._states[name]
         else:
-            kept.placement.send(signal.SIGTERM)
+            state.placement.send(signal.SIGTERM)
         self._tell(Event(name, "removed", f"{name} is told to leave: there are enough"))
 
     def tick(self) -> None:
         """Looks at every role once."""
-        for kept in list(self._kept.values()):
-            if kept.outcome is not None:
+        for state in list(self._states.values()):
+            if state.outcome is not None:
                 continue
-            if kept.placement is None:
-                if self._clock() >= kept.due:
-                    self._start(kept)
+            if state.placement is None:
+                if self._clock() >= state.due:
+                    self._start(state)
                 continue
-            how = kept.placement.poll()
-            if kept.leaves_by is not None:
-                if isinstance(how, Ended) or self._clock() > kept.leaves_by:
-                    self._end(kept)
-                    del self._kept[kept.role.name]
+            how = state.placement.poll()
+            if state.leaves_by is not None:
+                if isinstance(how, Ended) or self._clock() > state.leaves_by:
+                    self._end(state)
+                    del self._states[state.role.name]
                 continue
             match how:
                 case Waiting(why):
-                    self._waits(kept, why)
+                    self._waits(state, why)
                 case Running(nodes):
-                    self._runs(kept, nodes)
+                    self._runs(state, nodes)
                 case Ended() as ended:
-                    self._ended(kept, ended)
+                    self._ended(state, ended)
 
-    def _start(self, kept: _Kept) -> None:
+    def _start(self, state: _State) -> None:
         try:
-            kept.placement = self._engine.start(kept.role)
+            state.placement = self._engine.start(state.role)
         except LaunchError as exc:
-            self._ended(kept, Ended(None, str(exc)))
+            self._ended(state, Ended(None, str(exc)))
 
-    def _waits(self, kept: _Kept, why: str) -> None:
-        name, now = kept.role.name, self._clock()
-        if kept.waiting_since is None or not why:
-            kept.waiting_since = now
-        waited = now - kept.waiting_since
-        if kept.role.finishes and waited > self._patience_s:
-            self._end(kept)
-            self._over(kept, Ended(None, f"it had no place for {waited:.0f} s: {why}"))
-        elif waited >= SAID_AFTER_S and not kept.told:
-            kept.told = True
-            until = f", for {self._patience_s:.0f} s at most" if kept.role.finishes else ""
+    def _waits(self, state: _State, why: str) -> None:
+        name, now = state.role.name, self._clock()
+        if state.waiting_since is None or not why:
+            state.waiting_since = now
+        waited = now - state.waiting_since
+        if state.role.finishes and waited > self._patience_s:
+            self._end(state)
+            self._over(state, Ended(None, f"it had no place for {waited:.0f} s: {why}"))
+        elif waited >= SAID_AFTER_S and not state.announced:
+            state.announced = True
+            until = f", for {self._patience_s:.0f} s at most" if state.role.finishes else ""
             self._tell(Event(name, "waiting", f"{name} waits for a place{until}: {why}"))
 
-    def _runs(self, kept: _Kept, nodes: tuple[str, ...]) -> None:
-        if kept.running_since is None:
-            kept.running_since, kept.waiting_since, kept.told = self._clock(), None, False
-            kept.nodes, name = nodes, kept.role.name
+    def _runs(self, state: _State, nodes: tuple[str, ...]) -> None:
+        if state.running_since is None:
+            state.running_since, state.waiting_since = self._clock(), None
+            state.announced = False
+            state.nodes, name = nodes, state.role.name
             where = ", ".join(dict.fromkeys(nodes))
             sentence = f"{name} runs on {where}"
-            self._tell(Event(name, "placed", sentence, nodes, kept.restarts))
+            self._tell(Event(name, "placed", sentence, nodes, state.restarts))
 
-    def _ended(self, kept: _Kept, ended: Ended) -> None:
-        role, now = kept.role, self._clock()
-        self._end(kept)
+    def _ended(self, state: _State, ended: Ended) -> None:
+        role, now = state.role, self._clock()
+        self._end(state)
         if (role.finishes and ended.status == 0) or not self._again(role):
-            self._over(kept, ended, well=True)
+            self._over(state, ended, well=True)
             return
-        if kept.running_since is not None and now - kept.running_since > STEADY_S:
-            kept.failures = 0
-        kept.running_since, kept.waiting_since = None, None
-        if kept.failures >= role.restarts:
-            self._over(kept, ended)
+        if state.running_since is not None and now - state.running_since > STEADY_S:
+            state.failures = 0
+        state.running_since, state.waiting_since = None, None
+        if state.failures >= role.restarts:
+            self._over(state, ended)
             return
-        pause = min(FIRST_PAUSE_S * 2**kept.failures, LONGEST_PAUSE_S)
-        kept.failures, kept.restarts, kept.due = kept.failures + 1, kept.restarts + 1, now + pause
+        pause = min(FIRST_PAUSE_S * 2**state.failures, LONGEST_PAUSE_S)
+        state.failures += 1
+        state.restarts += 1
+        state.due = now + pause
         sentence = f"{role.name} is started again in {pause:g} s. It {ended}"
-        self._tell(Event(role.name, "restarted", sentence, (), kept.restarts))
+        self._tell(Event(role.name, "restarted", sentence, (), state.restarts))
 
-    def _over(self, kept: _Kept, ended: Ended, *, well: bool = False) -> None:
-        name, kept.outcome, kept.running_since = kept.role.name, ended, None
+    def _over(self, state: _State, ended: Ended, *, well: bool = False) -> None:
+        name, state.outcome, state.running_since = state.role.name, ended, None
         if well:
-            self._tell(Event(name, "finished", f"{name} has finished", (), kept.restarts))
+            self._tell(Event(name, "finished", f"{name} has finished", (), state.restarts))
             return
-        after = f", after {kept.restarts} restarts," if kept.restarts else ""
-        kind = kept.role.kind
-        left, were = len(self.names(kind)), sum(k.role.kind == kind for k in self._kept.values())
-        counted = f"; {left} of {were} are left" if were > 1 else ""
+        after = f", after {state.restarts} restarts," if state.restarts else ""
+        kind = state.role.kind
+        remaining = len(self.names(kind))
+        total = sum(s.role.kind == kind for s in self._states.values())
+        counted = f"; {remaining} of {total} are left" if total > 1 else ""
         sentence = f"{name}{after} is NOT started again{counted}. It {ended}"
-        self._tell(Event(name, "gone", sentence, (), kept.restarts, is_last=not left))
+        self._tell(Event(name, "gone", sentence, (), state.restarts, is_last=not remaining))
 
-    def _end(self, kept: _Kept, grace_s: float = QUICK_S) -> None:
-        placement, kept.placement = kept.placement, None
+    def _end(self, state: _State, grace_s: float = QUICK_S) -> None:
+        placement, state.placement = state.placement, None
         if placement is not None:
             placement.end(grace_s)
 
     def close(self) -> None:
         """Ends every role, and the engine: first all are told, then each is waited for."""
-        for kept in self._kept.values():
-            if kept.placement is not None:
+        for state in self._states.values():
+            if state.placement is not None:
                 with suppress(Exception):
-                    kept.placement.send(signal.SIGTERM)
+                    state.placement.send(signal.SIGTERM)
         deadline = self._clock() + self._grace_s
-        for kept in self._kept.values():
-            self._end(kept, max(deadline - self._clock(), 1.0))
+        for state in self._states.values():
+            self._end(state, max(deadline - self._clock(), 1.0))
         self._engine.close()

@@ -78,8 +78,8 @@ class Workload:
     @property
     def context(self) -> float:
         """The tokens of an episode at its end, on average."""
-        said = self.turns * self.lengths.mean
-        return self.prompt + said + (self.turns - 1) * self.observation
+        sampled = self.turns * self.lengths.mean
+        return self.prompt + sampled + (self.turns - 1) * self.observation
 
     @property
     def trained_tokens(self) -> float:

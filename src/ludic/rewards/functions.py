@@ -180,8 +180,7 @@ class RewardSum:
         return self._score(values)
 
     async def _later(self, values: Sequence[Any]) -> Score:
-        waiting = [_wait(value) for value in values]
-        return self._score(await asyncio.gather(*waiting))
+        return self._score(await asyncio.gather(*map(_wait, values)))
 
     def _score(self, values: Sequence[Any]) -> Score:
         components: dict[str, float] = {}
@@ -293,10 +292,10 @@ def attempt_of(steps: Sequence[Step]) -> Attempt | None:
     if not acted:
         return None
     *before, last = acted
-    told = [part for step in before for part in (step.obs, f"> {step.action}")]
+    dialogue = [part for step in before for part in (step.obs, f"> {step.action}")]
     return Attempt(
         answer=last.action or "",
         target=str(last.info.get("target", "")),
-        question="\n\n".join(filter(None, [*told, last.obs])),
+        question="\n\n".join(filter(None, [*dialogue, last.obs])),
         row=last.info,
     )

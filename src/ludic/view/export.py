@@ -20,8 +20,8 @@ def rollout_html(page: Mapping[str, Any], run: str) -> str:
     """The page of a rollout, as `rollout_page` describes it."""
     environment = Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"visible": visible, "number": number, "json": _json}
-    known = {"page": page, "run": run, "coloured": coloured}
-    return environment.from_string(_TEMPLATE, known).render()
+    values = {"page": page, "run": run, "coloured": coloured}
+    return environment.from_string(_TEMPLATE, values).render()
 
 
 def coloured(tokens: Mapping[str, Any], texts: Mapping[int, str]) -> Iterator[tuple[str, str, str]]:

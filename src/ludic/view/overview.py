@@ -253,10 +253,10 @@ def processes(run: RunPlace) -> dict[str, Any] | None:
     Redis at the moment, or whose address others could have written."""
     file = run.path / ADDRESS
     try:
-        status = os.stat(run.confined(file)) if file.is_file() else None
+        stat = os.stat(run.confined(file)) if file.is_file() else None
     except (LudicError, OSError):
         return None
-    if status is None or status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if stat is None or stat.st_uid != os.getuid() or stat.st_mode & 0o077:
         return None
     address = run.read_json(ADDRESS)
     try:
@@ -267,7 +267,7 @@ def processes(run: RunPlace) -> dict[str, Any] | None:
             address["url"], address["name"], patience_s=_ANSWER_S, call_s=_ANSWER_S
         )
         with closing(Store(config)) as store:
-            found = read_status(store)
+            status = read_status(store)
     except (LudicError, KeyError, TypeError, ValueError) as exc:
         return {"problem": f"the run's Redis cannot be asked: {exc}"}
-    return {"columns": COLUMNS, "rows": process_rows(found), "queue": queue_lines(found)}
+    return {"columns": COLUMNS, "rows": process_rows(status), "queue": queue_lines(status)}

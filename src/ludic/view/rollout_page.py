@@ -234,7 +234,7 @@ def _first(rollout: Rollout) -> str:
 
 
 def _parting(texts: Sequence[Sequence[str]]) -> int | None:
-    return next((n for n, said in enumerate(zip_longest(*texts)) if len(set(said)) > 1), None)
+    return next((n for n, turns in enumerate(zip_longest(*texts)) if len(set(turns)) > 1), None)
 
 
 def _mark_common(turns: list[dict[str, Any]], texts: Sequence[Sequence[str]]) -> None:

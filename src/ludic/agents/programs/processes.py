@@ -113,11 +113,11 @@ def _end_all(group: int, mark: str) -> None:
     deadline = time.monotonic() + _KILL_S
     _signal_group(group, signal.SIGKILL)
     while time.monotonic() < deadline:
-        left = _marked(mark.encode())
-        for pid in left:
+        alive = _marked(mark.encode())
+        for pid in alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not left:
+        if not alive:
             return
         time.sleep(0.005)
 
@@ -130,13 +130,13 @@ def _signal_group(group: int, sign: signal.Signals) -> None:
 def _marked(mark: bytes) -> list[int]:
     """The processes of this machine with `mark` among their variables: a child inherits them even
     if it leaves its parent's group."""
-    found = []
+    pids = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit() and int(name) != os.getpid():
             with suppress(OSError):
                 if mark in Path("/proc", name, "environ").read_bytes():
-                    found.append(int(name))
-    return found
+                    pids.append(int(name))
+    return pids
 
 
 def _text(data: bytearray) -> str:

@@ -162,10 +162,10 @@ class Session(ModelCaller):
         """Breaks off what is still being sampled; its requests have no answer. Revokes the key: a
         server that opens the session again has another."""
         self.key = secrets.token_urlsafe(32)
-        left = [asked.task for asked in self._asked if not asked.task.done()]
-        for task in left:
+        unfinished = [asked.task for asked in self._asked if not asked.task.done()]
+        for task in unfinished:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*unfinished, return_exceptions=True)
         self._asked = [asked for asked in self._asked if asked.answer is not None]
 
     def _repeated(self, repetition: Repetition) -> _Asked | None:

@@ -49,12 +49,12 @@ export function conversation(page, { asTokens }) {
 export function facts(page) {
   const sampling = page.steps.find((step) => step.kind === "agent" && step.tokens)?.sampling ?? {};
   const plain = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, presence_penalty: 0, frequency_penalty: 0, repetition_penalty: 1 };
-  const told = Object.entries(sampling).filter(([key, value]) => !(key in plain && plain[key] === value) && !(Array.isArray(value) && !value.length));
+  const settings = Object.entries(sampling).filter(([key, value]) => !(key in plain && plain[key] === value) && !(Array.isArray(value) && !value.length));
   const rows = [
     ["episode", page.episode], ["group", page.group], ["task", page.task], ["environment", page.env?.kind],
     ...Object.entries(page.env?.kwargs ?? {}).map(([key, value]) => [key, typeof value === "string" ? value : JSON.stringify(value)]),
     ["protocol", page.protocol], ["environment's seed", page.env_seed], ["sampling's seed", page.sampling_seed],
-    ...told.map(([key, value]) => [key.replaceAll("_", " "), JSON.stringify(value)]),
+    ...settings.map(([key, value]) => [key.replaceAll("_", " "), JSON.stringify(value)]),
     ...Object.entries(page.meta ?? {}).map(([key, value]) => [key, typeof value === "string" ? value : JSON.stringify(value)]),
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
   return h("aside", {},
@@ -65,8 +65,8 @@ export function facts(page) {
     h("h2", {}, "Facts"), h("dl", { class: "facts" }, rows.map(([key, value]) => [h("dt", {}, visible(key)), h("dd", {}, visible(String(value)))])));
 }
 
-function fork(found) {
-  return h("p", { class: "line fork" }, branch(), ` forked here: ${found.reason.replaceAll("_", " ")}`, found.detail ? h("span", { class: "quiet" }, " — ", visible(found.detail)) : null);
+function fork(branching) {
+  return h("p", { class: "line fork" }, branch(), ` forked here: ${branching.reason.replaceAll("_", " ")}`, branching.detail ? h("span", { class: "quiet" }, " — ", visible(branching.detail)) : null);
 }
 
 // Both sides of a compaction: how long the dialogue was, and what the model sees of it from here on.
@@ -127,10 +127,10 @@ function environment(step, read) {
 export function strip(page, onpick) {
   const turns = new Map();
   for (const step of page.steps) {
-    const found = turns.get(step.turn) ?? { reward: 0, weight: null };
-    if (step.kind === "environment") found.reward += step.reward ?? 0;
-    else if (step.tokens?.trained) found.weight = step.tokens.weights[0];
-    turns.set(step.turn, found);
+    const totals = turns.get(step.turn) ?? { reward: 0, weight: null };
+    if (step.kind === "environment") totals.reward += step.reward ?? 0;
+    else if (step.tokens?.trained) totals.weight = step.tokens.weights[0];
+    turns.set(step.turn, totals);
   }
   const box = h("div", { class: "strip", role: "list", "aria-label": "Turns" });
   show(box, [...turns].slice(0, 200).map(([turn, { reward, weight }]) => h("button", {

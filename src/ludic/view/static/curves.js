@@ -13,8 +13,8 @@ const REST = ["train/loss", "train/entropy", "train/grad_norm", "train/mismatch_
 // The reward comes first, then what it is made of where that is more than one part.
 export function firstKeys(keys) {
   const parts = keys.filter((key) => COMPONENT.test(key));
-  const found = [REWARD, ...(parts.length > 1 ? parts.slice(0, MOST_PARTS) : []), ...REST].filter((key) => keys.includes(key));
-  return found.length ? found : keys.slice(0, 4);
+  const chosen = [REWARD, ...(parts.length > 1 ? parts.slice(0, MOST_PARTS) : []), ...REST].filter((key) => keys.includes(key));
+  return chosen.length ? chosen : keys.slice(0, 4);
 }
 
 // names: the runs; keys: all metrics that there are. The choice is in the address.

@@ -40,17 +40,17 @@ const UNSEEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ue000-\uf8ff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]|\udb40[\udc00-\udc7f]/g;
 
 export function visible(text) {
-  const found = [];
+  const parts = [];
   let at = 0;
   for (const match of text.matchAll(UNSEEN)) {
-    if (match.index > at) found.push(text.slice(at, match.index));
+    if (match.index > at) parts.push(text.slice(at, match.index));
     const code = match[0].codePointAt(0);
     const name = code < 0xa0 ? `\\x${code.toString(16).padStart(2, "0")}` : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
-    found.push(h("span", { class: "ctl", title: `U+${code.toString(16).toUpperCase().padStart(4, "0")}` }, name));
+    parts.push(h("span", { class: "ctl", title: `U+${code.toString(16).toUpperCase().padStart(4, "0")}` }, name));
     at = match.index + match[0].length;
   }
-  if (at < text.length) found.push(text.slice(at));
-  return found;
+  if (at < text.length) parts.push(text.slice(at));
+  return parts;
 }
 
 const LONG = 6000;

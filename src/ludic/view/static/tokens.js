@@ -36,7 +36,7 @@ function value(way, tokens, i) {
 
 // Which ways have anything to show, and the largest value of each.
 export function scales(calls) {
-  const found = {};
+  const ranges = {};
   for (const way of Object.keys(WAYS)) {
     const values = [];
     for (const tokens of calls) {
@@ -46,9 +46,9 @@ export function scales(calls) {
       }
     }
     if (!values.length && way !== "none") continue;
-    found[way] = { low: Math.min(...bounded(values)), high: Math.max(...bounded(values)), top: Math.max(...bounded(values).map(Math.abs)), versions: [...new Set(values)].sort((a, b) => a - b) };
+    ranges[way] = { low: Math.min(...bounded(values)), high: Math.max(...bounded(values)), top: Math.max(...bounded(values).map(Math.abs)), versions: [...new Set(values)].sort((a, b) => a - b) };
   }
-  return found;
+  return ranges;
 }
 
 function bounded(values) {

@@ -39,12 +39,12 @@ function role_(data, role, run, several) {
     h("div", { class: "attempts" }, attempts.map((a) => attempt(a, run, parting))));
 }
 
-function attempt(found, run, parting) {
-  const href = address("rollout", { run, id: found.id });
-  return h("article", { class: "attempt", id: `attempt-${found.n}` },
-    h("header", {}, h("a", { href }, h("b", { class: `big ${tone(found.reward)}` }, number(found.reward))),
-      h("span", { class: "quiet" }, found.trained ? `weight ${signed(found.weight)}` : "not trained on"), found.outcome ? chip(found.outcome, "end") : null, signs(found)),
-    h("ol", {}, found.turns_shown.map((turn, i) => h("li", { class: i === parting ? "parts" : i < (parting ?? Infinity) ? "same" : "" },
+function attempt(row, run, parting) {
+  const href = address("rollout", { run, id: row.id });
+  return h("article", { class: "attempt", id: `attempt-${row.n}` },
+    h("header", {}, h("a", { href }, h("b", { class: `big ${tone(row.reward)}` }, number(row.reward))),
+      h("span", { class: "quiet" }, row.trained ? `weight ${signed(row.weight)}` : "not trained on"), row.outcome ? chip(row.outcome, "end") : null, signs(row)),
+    h("ol", {}, row.turns_shown.map((turn, i) => h("li", { class: i === parting ? "parts" : i < (parting ?? Infinity) ? "same" : "" },
       i === parting ? h("div", { class: "parting" }, "they part here") : null,
       h("pre", { class: "said", dir: "auto" }, h("span", { class: "common" }, visible(turn.text.slice(0, turn.common))), visible(turn.text.slice(turn.common)), turn.cut ? "…" : ""),
       h("div", { class: "line quiet" }, turn.parse_error ? chip("not parsed", "warn") : null, turn.compacted ? chip("compacted", "end") : null, turn.calls.map((name) => chip(name)), turn.action && turn.action !== turn.text ? h("code", {}, visible(turn.action.slice(0, 120))) : null, turn.reward ? h("b", { class: tone(turn.reward) }, signed(turn.reward)) : null)))),

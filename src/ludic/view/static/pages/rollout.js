@@ -24,9 +24,9 @@ export async function open(root, params) {
     around = {};
     const { sort, order, ...only } = filtersOf(params);
     const asked = params.id;
-    const found = await ask("neighbours", { ...only, sort, order, run: params.run, id: params.id }).catch(() => ({}));
+    const neighbours = await ask("neighbours", { ...only, sort, order, run: params.run, id: params.id }).catch(() => ({}));
     if (asked !== params.id) return;
-    around = found;
+    around = neighbours;
     drawHead();
   }
 

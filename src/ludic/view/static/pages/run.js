@@ -50,8 +50,8 @@ export async function open(root, params) {
   };
 }
 
-export function estimate(found, format = percent) {
-  return found ? h("span", { class: "est" }, h("b", {}, format(found.value)), h("small", { class: "quiet" }, ` ${format(found.low)} – ${format(found.high)}`)) : "–";
+export function estimate(rate, format = percent) {
+  return rate ? h("span", { class: "est" }, h("b", {}, format(rate.value)), h("small", { class: "quiet" }, ` ${format(rate.low)} – ${format(rate.high)}`)) : "–";
 }
 
 // A row for each figure of the reports, the one that leads first.
@@ -81,15 +81,15 @@ function evaluations(data) {
 }
 
 // The processes of a run over Redis, as `ludic pipeline status` shows them.
-function processes(found) {
-  if (!found) return null;
-  if (found.problem) return [h("h2", {}, "Processes"), problems([found.problem])];
+function processes(status) {
+  if (!status) return null;
+  if (status.problem) return [h("h2", {}, "Processes"), problems([status.problem])];
   return [
     h("h2", {}, "Processes"),
     h("div", { class: "scroll" }, h("table", {},
-      h("thead", {}, h("tr", {}, found.columns.map((name) => h("th", {}, name)))),
-      h("tbody", {}, found.rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, visible(cell)))))))),
-    h("dl", { class: "facts" }, Object.entries(found.queue).map(([k, v]) => [h("dt", {}, k), h("dd", {}, visible(v))])),
+      h("thead", {}, h("tr", {}, status.columns.map((name) => h("th", {}, name)))),
+      h("tbody", {}, status.rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, visible(cell)))))))),
+    h("dl", { class: "facts" }, Object.entries(status.queue).map(([k, v]) => [h("dt", {}, k), h("dd", {}, visible(v))])),
   ];
 }
 

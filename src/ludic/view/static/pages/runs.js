@@ -76,14 +76,14 @@ export async function open(root, params) {
   };
 }
 
-function headline(found) {
-  if (!found) return "";
-  const stages = Object.entries(found.stages);
+function headline(figure) {
+  if (!figure) return "";
+  const stages = Object.entries(figure.stages);
   if (!stages.length) return "";
   const [, last] = stages.at(-1);
-  const shown = found.rate ? percent : number;
+  const shown = figure.rate ? percent : number;
   const title = stages.map(([stage, f]) => `${stage.replaceAll("_", " ")}: ${shown(f.value)} [${shown(f.low)}, ${shown(f.high)}]`).join("\n");
-  return h("span", { title }, `${found.name} `, h("b", {}, shown(last.value)));
+  return h("span", { title }, `${figure.name} `, h("b", {}, shown(last.value)));
 }
 
 function shortened(key, keys) {
