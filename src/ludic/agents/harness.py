@@ -100,11 +100,7 @@ class HarnessAgent(ReActAgent):
         if not actions:
             return None
         own = [c for c in calls if c not in actions]
-        try:
-            results = iter(await self._answer(own))
-        except BaseException:  # what was sampled is kept
-            self.record(call)
-            raise
+        results = iter(await self._answer(call, own))
         answers = [
             next(results)
             if c in own

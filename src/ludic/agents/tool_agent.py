@@ -122,8 +122,8 @@ class ToolAgent(Agent):
         self.begin_turn()
         if self.tool_sources and not self._open:
             await self._open_sources()
-        last = self.max_tool_rounds or 0
-        for round_index in range(last + 1):
+        rounds_left = self.max_tool_rounds or 0
+        while True:
             call = await self.call_model(self.tool_request)
             if call is None:
                 return self.out_of_context()
@@ -132,45 +132,40 @@ class ToolAgent(Agent):
                 return self.conclude(call)
             if (result := await self.act_by_tool(call)) is not None:
                 return result
-            if round_index == last:
+            if rounds_left == 0:
                 return self._refuse(call)
-            notice = self.last_round_notice if round_index == last - 1 else None
-            await self._run_tools(call, notice)
-        raise AssertionError("unreachable: the last round returns")
+            rounds_left -= 1
+            answers = await self._answer(call, call.parsed.tool_calls)
+            notice = self.last_round_notice if rounds_left == 0 else None
+            self._finish_round(call, answers, notice)
 
     async def act_by_tool(self, call: ModelCall) -> ActResult | None:
         """For subclasses: the turn's result if one of the calls is an action itself."""
         return None
 
-    async def _run_tools(self, call: ModelCall, notice: str | None) -> None:
-        """Answers every call of the message, malformed ones too, and records the step."""
-        try:
-            answers = await self._answer(call.parsed.tool_calls)
-        except BaseException:  # what was sampled is kept, also when its tools were broken off
-            self.record(call)
-            raise
-        self._finish_round(call, answers, notice)
-
-    async def _answer(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """One result per call, in their order. External tools run at the same time, beside the
-        others, which run one after another."""
+    async def _answer(self, call: ModelCall, tool_calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """One result per tool call of the message, in their order. External tools run at the same
+        time, beside the others, which run one after another."""
         waiting = {
-            place: asyncio.ensure_future(self._call_external(call))
-            for place, call in enumerate(calls)
-            if call["function"]["name"] in self._external
+            place: asyncio.ensure_future(self._call_external(tool_call))
+            for place, tool_call in enumerate(tool_calls)
+            if tool_call["function"]["name"] in self._external
         }
         try:
             results = {
-                place: await call_tool(self._known, call, timeout_s=self.tool_timeout_s)
-                for place, call in enumerate(calls)
+                place: await call_tool(self._known, tool_call, timeout_s=self.tool_timeout_s)
+                for place, tool_call in enumerate(tool_calls)
                 if place not in waiting
             }
             results |= {place: await task for place, task in waiting.items()}
+        except BaseException:  # what was sampled is kept, also when its tools were broken off
+            self.record(call)
+            raise
         finally:
             for task in waiting.values():
                 task.cancel()
             await asyncio.gather(*waiting.values(), return_exceptions=True)
-        return [results[place] for place in range(len(calls))]
+        return [results[place] for place in range(len(tool_calls))]
 
     async def _call_external(self, call: ToolCall) -> ToolResult:
         name = call["function"]["name"]
