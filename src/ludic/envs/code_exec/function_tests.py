@@ -71,8 +71,9 @@ def run_function_tests(
         "tests": list(tests),
         "stop_at_failure": stop_at_failure,
     }
-    work = lambda boxes: _run(boxes, solution, job, limits)  # noqa: E731
-    return pool.attempt(work, ("program", "judge"), alone=alone)
+    return pool.attempt(
+        lambda boxes: _run(boxes, solution, job, limits), ("program", "judge"), alone=alone
+    )
 
 
 def _run(

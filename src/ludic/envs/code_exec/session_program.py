@@ -6,7 +6,6 @@ import ast
 import io
 import json
 import os
-import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
@@ -56,4 +55,3 @@ def run(code: str, names: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -83,7 +83,7 @@ class Limits:
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(given or {}) - names):
             raise ConfigError(f"unknown limits {unknown}; there are: {sorted(names)}")
-        return replace(cls(**defaults), **dict(given or {}))
+        return cls(**{**defaults, **(given or {})})
 
     def as_json(self) -> dict[str, float]:
         """In seconds, bytes and counts, as the worker takes them."""

@@ -135,9 +135,9 @@ class SandboxPool:
         alone: bool = False,
     ) -> RunResult:
         """Runs one program, when its turn comes; with `alone`, while no other runs here."""
-        work: Callable[[Sequence[Sandbox]], RunResult]
-        work = lambda boxes: boxes[0].run(files, command, stdin, limits)  # noqa: E731
-        return self.attempt(work, (role,), alone=alone)
+        return self.attempt(
+            lambda boxes: boxes[0].run(files, command, stdin, limits), (role,), alone=alone
+        )
 
     def attempt(
         self,

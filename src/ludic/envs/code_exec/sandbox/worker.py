@@ -152,13 +152,12 @@ class WorkerProcess:
         ).encode()
         try:
             self._control.sendall(len(first).to_bytes(4, "big") + first)
-            ready = self._control.recv(1) == b"H"
+            if self._control.recv(1) != b"H":
+                raise EOFError("the worker closed its socket")
         except TimeoutError as error:
             raise self._break("waited too long for a sandbox to start") from error
-        except OSError as error:
+        except (OSError, EOFError) as error:
             raise self._break("the sandbox's worker is gone") from error
-        if not ready:
-            raise self._break("the sandbox's worker is gone")
 
     def begin(
         self,

@@ -55,9 +55,7 @@ def become_init(
 
 
 def _write(name: str, content: bytes) -> None:
-    parent = os.path.dirname(name)
-    if parent:
-        os.makedirs(parent, exist_ok=True)
+    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
     with open(name, "xb") as file:
         file.write(content)
 
