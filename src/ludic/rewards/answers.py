@@ -23,7 +23,7 @@ MAX_MATH_CHARS = 1000
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(rf"({_PLAIN})(?:[eE]([+-]?\d{{1,3}}))?(?:\s*/\s*({_PLAIN}))?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
-_CURRENCY = re.compile(r"\\?[$€£]")
+_CURRENCY = re.compile(r"^\\?[$€£]")
 _SEARCHED = re.compile(
     rf"(?<![\w.,/])-? ?(?:\\?[$€£] ?)?(?:{_PLAIN})(?:[eE][+-]?\d{{1,3}})?(?: ?/ ?(?:{_PLAIN}))?"
     r"(?!\w|[.,/]\d)"
@@ -47,12 +47,12 @@ def _number(text: str) -> Fraction | None:
     body = re.sub(r"\s*\\?%$", "", body)
     body = _LATEX_FRACTION.sub(r"\1/\2", body)
     sign = 1
-    body, currencies = _CURRENCY.subn("", body, count=1) if _CURRENCY.match(body) else (body, 0)
+    body, currencies = _CURRENCY.subn("", body)
     if body[:1] in ("-", "+", "−"):
         sign = 1 if body[0] == "+" else -1
         body = body[1:].lstrip()
-        if not currencies and _CURRENCY.match(body):
-            body = _CURRENCY.sub("", body, count=1)
+        if not currencies:
+            body = _CURRENCY.sub("", body)
     match = _NUMBER.fullmatch(body.strip())
     if match is None:
         return None

@@ -238,11 +238,13 @@ def make_rewards(specs: RewardSpec | Sequence[RewardSpec] | RewardSum) -> Reward
     """
     if isinstance(specs, RewardSum):
         return specs
-    if isinstance(specs, str | Mapping) or callable(specs):
-        specs = [specs]
-    parts = [_make_reward(spec) for spec in specs]
+    parts = [_make_reward(spec) for spec in _listed(specs)]
     functions = [function for function, _, _ in parts]
     return RewardSum(*functions, weights=[w for _, w, _ in parts], names=[n for *_, n in parts])
+
+
+def _listed(specs: RewardSpec | Sequence[RewardSpec]) -> Sequence[RewardSpec]:
+    return [specs] if isinstance(specs, str | Mapping) or callable(specs) else specs
 
 
 def _make_reward(spec: RewardSpec) -> tuple[RewardFn, float, str]:
@@ -261,9 +263,7 @@ def rewards_of(specs: Rewards | None) -> RewardSum | None:
     """Reward functions by name or table, as everywhere; one by its place is the function itself."""
     if specs is None or isinstance(specs, RewardSum):
         return specs
-    one = isinstance(specs, str | Mapping) or callable(specs)
-    several: Sequence[RewardSpec] = [specs] if one else specs  # type: ignore[list-item,assignment]
-    return make_rewards([_by_place(spec) for spec in several])
+    return make_rewards([_by_place(spec) for spec in _listed(specs)])
 
 
 def _by_place(spec: RewardSpec) -> RewardSpec:
