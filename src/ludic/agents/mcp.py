@@ -191,7 +191,6 @@ class _Connection:
         except BaseException as error:
             self._error = error
         finally:
-            self._session = None if not self._ready.is_set() else self._session
             self._closing.set()
             self._ready.set()
 

@@ -51,7 +51,6 @@ class _State:
     announced: bool = False
     failures: int = 0
     restarts: int = 0
-    nodes: tuple[str, ...] = ()
     leaves_by: float | None = None
     """Told to leave, and ended by force then."""
     outcome: Ended | None = None
@@ -173,8 +172,7 @@ class Supervisor:
         if state.running_since is None:
             state.running_since, state.waiting_since = self._clock(), None
             state.announced = False
-            state.nodes, name = nodes, state.role.name
-            where = ", ".join(dict.fromkeys(nodes))
+            name, where = state.role.name, ", ".join(dict.fromkeys(nodes))
             sentence = f"{name} runs on {where}"
             self._tell(Event(name, "placed", sentence, nodes, state.restarts))
 

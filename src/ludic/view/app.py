@@ -101,7 +101,7 @@ class View:
     def curve(self, request: Request) -> Any:
         """Points of one or more metrics of one or more runs."""
         query = request.query_params
-        low, high = (queries.finite(k, v) if (v := query.get(k)) else None for k in ("low", "high"))
+        ends = {k: queries.finite(k, v) for k in ("low", "high") if (v := query.get(k))}
         most = max(2, min(_count(request, "most", 400), 2000))
         wanted = [(name, key) for name in query.getlist("run") for key in query.getlist("key")]
         if len(wanted) > MOST_CURVES:
@@ -110,13 +110,7 @@ class View:
             {
                 "run": name,
                 "key": key,
-                "points": self.curves.curve(
-                    self.folders.run(name),
-                    key,
-                    low=-math.inf if low is None else low,
-                    high=math.inf if high is None else high,
-                    most=most,
-                ),
+                "points": self.curves.curve(self.folders.run(name), key, most=most, **ends),
             }
             for name, key in wanted
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import compress
 from typing import Any, Literal, TypeAlias
 
 from ludic.envs.adapters import load_package, plain, refuse_stored
@@ -194,9 +195,9 @@ class _Discrete:
         return self._numbers.get(action.strip().lower())
 
     def said(self, mask: Sequence[int] | None = None) -> str:
-        allowed = mask if mask is not None and len(mask) == len(self._words) else None
-        words = [w for i, w in enumerate(self._words) if allowed is None or allowed[i]]
-        return ", ".join(words)
+        if mask is None or len(mask) != len(self._words):
+            return ", ".join(self._words)
+        return ", ".join(compress(self._words, mask))
 
 
 class _MultiDiscrete:

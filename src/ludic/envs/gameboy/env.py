@@ -103,8 +103,8 @@ class GameBoyEnv(SingleAgentEnv):
         self._progress: Progress | None = None
         self._look()
         walking = self.description.grid is not None
-        self._told = self.env_current_obs()
-        return self._told, {"tools": tools(walking)} if self.tools else {}
+        self._shown = self.env_current_obs()
+        return self._shown, {"tools": tools(walking)} if self.tools else {}
 
     def env_step(self, action: Action) -> StepOutcome:
         self._steps += 1
@@ -112,7 +112,7 @@ class GameBoyEnv(SingleAgentEnv):
         self._reached = False
         asked = read_action(action, self.max_buttons)
         if asked is None:
-            note = f"{action.strip()[:80]!r} is not an action. {self._said_actions()}"
+            note = f"{action.strip()[:80]!r} is not an action. {self._actions_in_words()}"
         elif isinstance(asked, tuple):
             note = self._walk(asked)
         else:
@@ -124,9 +124,9 @@ class GameBoyEnv(SingleAgentEnv):
         info: dict[str, Any] = {"steps": self._steps, "frames": self._emulator.frames}
         info |= {"illegal": True} if asked is None else {}
         info |= {"result": "reached"} if self._reached else {"result": "cut"} if cut else {}
-        self._told = "\n".join(filter(None, (note, self.env_current_obs())))
+        self._shown = "\n".join(filter(None, (note, self.env_current_obs())))
         return StepOutcome(
-            self._told,
+            self._shown,
             sum(self._earned.values(), 0.0),
             terminated=self._reached,
             truncated=cut,
@@ -148,7 +148,7 @@ class GameBoyEnv(SingleAgentEnv):
         return "\n".join(lines)
 
     def picture(self) -> str:
-        both = zip_longest(self._emulator.picture(), self._told.split("\n"))
+        both = zip_longest(self._emulator.picture(), self._shown.split("\n"))
         return "\n".join(f"{screen or '':80} {text or ''}".rstrip() for screen, text in both)
 
     def suggested_sysprompt(self, agent_id: str) -> str | None:
@@ -157,7 +157,7 @@ class GameBoyEnv(SingleAgentEnv):
         grid = self.description.grid
         marks = "".join(f", {mark.glyph} {mark.list}" for mark in grid.marks) if grid else ""
         drawn = f" On the map, @ is you, . can be walked on, # cannot{marks}." if grid else ""
-        return f"You play {self.description.title}.{drawn} {self._said_actions()}"
+        return f"You play {self.description.title}.{drawn} {self._actions_in_words()}"
 
     def task_key(self) -> str | None:
         return self._start
@@ -169,7 +169,7 @@ class GameBoyEnv(SingleAgentEnv):
     def close(self) -> None:
         self._emulator.close()
 
-    def _said_actions(self) -> str:
+    def _actions_in_words(self) -> str:
         walk = ", or say `walk to X Y`" if self.description.grid else ""
         return (
             f"Answer with one button or up to {self.max_buttons}: {', '.join(BUTTONS)}, wait{walk}."
