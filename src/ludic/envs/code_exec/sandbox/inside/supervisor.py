@@ -304,19 +304,16 @@ def _closed(fd: int) -> int:
 
 def empty(folder: str) -> None:
     """Removes everything in a folder, whatever rights it was given."""
-    for name in os.listdir(folder):
-        path = os.path.join(folder, name)
-        for root, dirs, _ in os.walk(path):
-            for entry in dirs:
-                with suppress(OSError):
-                    os.chmod(os.path.join(root, entry), 0o700)
-        if os.path.isdir(path) and not os.path.islink(path):
+    for root, dirs, _ in os.walk(folder):
+        for name in dirs:
             with suppress(OSError):
-                os.chmod(path, 0o700)
-            shutil.rmtree(path, ignore_errors=True)
+                os.chmod(os.path.join(root, name), 0o700)
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
         else:
             with suppress(OSError):
-                os.unlink(path)
+                os.unlink(entry.path)
 
 
 def supervise(settings: Mapping[str, Any], fd: int) -> NoReturn:
