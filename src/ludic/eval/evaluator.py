@@ -71,9 +71,7 @@ class RolloutEvaluator:
         judged = _seated([r for r in rollouts if r.parent_id is None], self.agent_id)
         results = tuple(EpisodeResult.of(r, self.success) for r in judged)
         if self.success is not None:
-            return EvalReport(
-                self.name, results, tuple(self.outcomes), _success_in_words(self.success)
-            )
+            return EvalReport(self.name, results, tuple(self.outcomes), _wording(self.success))
         report = EvalReport(self.name, results, tuple(self.outcomes))
         lead = headline_of([report])
         if lead.kind != "outcome":
@@ -82,7 +80,7 @@ class RolloutEvaluator:
         return replace(report, episodes=tuple(won))
 
 
-def _success_in_words(success: Success) -> str:
+def _wording(success: Success) -> str:
     """Says what success is; a test of the caller's own has only its name."""
     name = getattr(success, "__name__", None)
     return str(success) if name is None else f"by {name}"

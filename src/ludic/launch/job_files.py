@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 RAY_PORT = 20_000
 """From here on Ray takes none by itself: its workers have 10002 to 19999."""
@@ -79,6 +79,5 @@ def _filled(template: str, sizes: JobSizes, **more: object) -> str:
     environment.filters |= {
         "quote": shlex.quote, "join_words": shlex.join, "json": json.dumps, "round_off": round
     }  # fmt: skip
-    values = {field.name: getattr(sizes, field.name) for field in fields(sizes)}
     computed = {"command": sizes.command, "ray_port": RAY_PORT, "stop_early_s": STOP_EARLY_S}
-    return environment.get_template(template).render(values | computed | more)
+    return environment.get_template(template).render(asdict(sizes) | computed | more)
