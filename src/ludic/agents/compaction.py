@@ -140,8 +140,8 @@ class Compactor:
         return len(trace.prompt_token_ids) + len(trace.completion_token_ids) + added
 
     async def _ask(self, record: Info | None, left_outs: list[int]) -> ModelCall | None:
-        """Asks for a summary, and once more if what came is none. Returns the last call, None where
-        there is no room to ask; `left_outs` gets what each call left out."""
+        """Asks for a summary, and once more if the answer is not one. Returns the last call, or
+        None if there is no room to ask; `left_outs` gets what each call left out."""
         agent, ctx = self._agent, self.dialog
         sampling = replace(agent.inference.sampling, max_tokens=ctx.summary_tokens)
         asked, previous, last = [ctx.question()], agent.previous_call, None

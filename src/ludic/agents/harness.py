@@ -32,7 +32,7 @@ class HarnessAgent(ReActAgent):
         notes: Whether the model has the tools `note` and `forget`. What it notes is shown with
             every summary, and lasts until the episode ends.
         max_note_chars: How long all notes together may be.
-        remind_after: After so many steps that led to the same observation, or to none because the
+        remind_after: After this many steps that led to the same observation, or to none because the
             answer could not be read, the model is reminded to try something else; 0 for never.
         reminder: What it is then told.
     """
@@ -135,7 +135,7 @@ class Notes:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all notes, and begins to count anew."""
+        """Forgets all notes, and starts counting from 1 again."""
         self._notes: dict[int, str] = {}
         self._last = 0
 

@@ -47,7 +47,7 @@ class MCPServer:
     `connection="episode"` opens a connection with each episode and closes it at its end: for a
     program, that is one process per episode. `connection="shared"` has one for all episodes
     of the run, whose server must keep apart what they do. If a shared server has gone away, the
-    next episode starts it, or connects, anew.
+    next episode starts it, or connects, again.
 
     Args:
         command: The program and its arguments, spoken to over its standard input and output.
@@ -87,7 +87,7 @@ class MCPServer:
         missing = [v for v in (*self.pass_env, *self.headers_env.values()) if v not in os.environ]
         if missing:
             raise ConfigError(f"{self.label}: the variables {missing} are not set")
-        load_package("mcp", "mcp")  # says how to get it, where it is not
+        load_package("mcp", "mcp")  # if it is missing, the error says how to get it
 
     @property
     def label(self) -> str:

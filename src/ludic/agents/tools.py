@@ -132,7 +132,7 @@ class ToolResult:
             object.__setattr__(self, "error", clean_text(self.error))
 
     def shown(self, max_chars: int | None) -> str:
-        """The answer with its middle left out where it is longer than `max_chars`."""
+        """The answer, with its middle left out if it is longer than `max_chars`."""
         if max_chars is None or len(self.content) <= max_chars:
             return self.content
         head, tail = max_chars - max_chars // 2, max_chars // 2

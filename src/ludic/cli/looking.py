@@ -113,7 +113,7 @@ def plan(
     ] = 0.0,
     explain: Annotated[bool, typer.Option("--explain", help="Where each figure is from.")] = False,
 ) -> None:
-    """Foretell memory, time and cost of a run on so many GPUs, without starting anything."""
+    """Predict memory, time and cost of a run on any number of GPUs, without starting anything."""
     from ludic.plan.report import chosen, cluster_lines, explained, table
     from ludic.plan.search import best
     from ludic.runs.planning import Given, job_of

@@ -32,7 +32,7 @@ class DatasetQAEnv(DatasetEnv):
             stable id (by default a row's position is its id).
         rewards: Reward functions or their JSON specs (`ludic.rewards.make_rewards`).
         template: The observation; `{question}` stands for the question.
-        system_prompt: Suggested to the agent; "" is none at all.
+        system_prompt: Suggested to the agent; "" means none at all.
         index: Always this row, whatever the seed: to evaluate each row once.
         limit: Use only the first `limit` rows.
     """

@@ -277,7 +277,7 @@ class EvalReport:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> EvalReport:
-        """Reads what `to_dict` wrote; the figures are computed anew."""
+        """Reads what `to_dict` wrote; the figures are computed again."""
         episodes = tuple(EpisodeResult(**e) for e in data["episodes"])
         outcomes, success_is = tuple(data.get("outcomes", ())), data.get("success_is")
         return EvalReport(data["name"], episodes, outcomes, success_is)

@@ -90,7 +90,7 @@ class Costs:
         }
 
     def pass_s(self, tokens: float, *, passes: int, context: float, again: bool = False) -> float:
-        """Forward and backward over `tokens` in so many passes. A small pass takes as long as the
+        """Forward and backward over `tokens` in this many passes. A small pass takes as long as the
         starts of its kernels: from a graph, or one by one from the host."""
         features = self.pass_features(tokens, context=context, again=again)
         working = sum(self.profile[name] * size for name, size in features.items())
@@ -158,7 +158,7 @@ class Costs:
         return size * (ranks - 1) / ranks / (1e9 * self.bandwidth(ranks)) + waits
 
     def bandwidth(self, devices: int) -> float:
-        """GB/s of each of so many devices: the slower of links and network beyond one node."""
+        """GB/s of each of these devices: beyond one node, the slower of links and network."""
         link, network = self.profile["link_gb_s"], self.profile["network_gb_s"]
         return link if devices <= self.profile["gpus_per_node"] else min(link, network)
 

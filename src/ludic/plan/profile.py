@@ -38,7 +38,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A machine: its constants by the names of `FIGURES`, and when and with what they were found"""
+    """A machine: its constants by the names of `FIGURES`, and when and with which versions they
+    were measured."""
 
     name: str
     machine: str
@@ -71,7 +72,7 @@ def load_profile(name: str | Path) -> Profile:
         facts = json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
         raise ConfigError(
-            f"{name} is no profile: give one of {', '.join(shipped())}, or a file that "
+            f"{name} is not a profile: give one of {', '.join(shipped())}, or a file that "
             "`ludic calibrate RUN --profile FILE` wrote"
         ) from exc
     try:
@@ -151,6 +152,6 @@ def shape_named(model: str) -> ModelShape:
             assert shape is not None
             return shape
     raise ConfigError(
-        f"the sizes of {model!r} are not here: download its config.json, or give one of "
+        f"the sizes of {model!r} are not known: download its config.json, or give one of "
         f"{', '.join(sorted(_FACTS))} as --shape"
     )

@@ -19,7 +19,7 @@ _UNITS = {"_gb_s": " GB/s", "_tb_s": " TB/s", "_s": " s", "_gib": " GiB", "_tflo
 
 
 def gpu_hours(option: Option, updates: int) -> float:
-    """Until so many updates are done."""
+    """GPU-hours until this many updates are done."""
     return option.split.gpus * option.result.update_s * updates / 3600
 
 

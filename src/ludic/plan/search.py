@@ -60,7 +60,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """So many ranks of a trainer, and servers of so many GPUs. Without servers the trainer's
+    """The ranks of a trainer, and servers with a number of GPUs each. Without servers the trainer's
     process samples, too."""
 
     ranks: int
@@ -109,7 +109,7 @@ def taken_bytes(job: Job, plan: Plan, ranks: int) -> dict[str, int]:
 
 
 def server_slots(job: Job, gpus: int) -> tuple[int, int]:
-    """How many rows a server of so many GPUs holds at their usual length, and the bytes of each
+    """How many rows a server with `gpus` GPUs holds at their usual length, and the bytes of each
     GPU; no rows if not one fits at full length."""
     shape = job.costs.shape
     need = server_need(
@@ -228,7 +228,7 @@ def try_split(job: Job, split: Split, updates: int) -> Option:
 
 
 def best(job: Job, gpus: int) -> Option:
-    """The quickest split of so many GPUs; raises `OutOfMemoryError` if none fits."""
+    """Returns the quickest split of `gpus` GPUs; raises `OutOfMemoryError` if none fits."""
     tries = [try_split(job, split, _TRIED + _lag(job)) for split in splits(job, gpus)]
     if not tries:
         needed = trainer_plan(job, max(gpus - 1, 1), samples=gpus == 1)

@@ -294,7 +294,7 @@ class _Simulation:
         self.start_allowed()
 
     def hold(self, seconds: float) -> None:
-        """Where hosts and sampler are one process, what one does the other waits for."""
+        """Where hosts and sampler are one process, each waits for what the other does."""
         if self.setup.in_process and seconds:
             self.stand_still(seconds)
 

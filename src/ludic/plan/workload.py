@@ -71,7 +71,7 @@ class Workload:
     def __post_init__(self) -> None:
         if self.episodes % self.group:
             raise ConfigError(
-                f"{self.episodes} episodes are no whole groups of {self.group}: set "
+                f"{self.episodes} episodes do not make whole groups of {self.group}: set "
                 "training.rollouts_per_update to a multiple of the algorithm's group_size"
             )
 
@@ -167,4 +167,4 @@ class Result:
     seconds: float = 0.0
     failures: int = 0
     trace: list[tuple[float, float, str]] = field(default_factory=list)
-    """Of each event: when it was caused, when it happened, what it was."""
+    """For each event: when it was caused, when it happened, and what it was."""

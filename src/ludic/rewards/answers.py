@@ -67,7 +67,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number that stands in a text; None if there is none."""
+    """The last number in a text; None if there is none."""
     tail = text[-10_000:]  # an answer stands at the end; the bound keeps this linear
     numbers = [match.group() for match in _SEARCHED.finditer(tail)]
     return read_number(numbers[-1]) if numbers else None

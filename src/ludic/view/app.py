@@ -236,7 +236,7 @@ def _wrong(request: Request, exc: Exception) -> Response:
     return Response(text.encode("utf-8", "replace"), status, media_type="text/plain")
 
 
-# Starlette calls handlers that are no coroutines in worker threads.
+# Starlette calls handlers that are not coroutines in worker threads.
 
 
 def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:

@@ -241,7 +241,7 @@ class RunIndex:
                 raise ViewError(f"no index can be written: {exc}") from exc
             self.path = elsewhere
         except sqlite3.DatabaseError:
-            pass  # not an index: made anew
+            pass  # not an index: made again
         self._remove()
         with closing(_connect(self.path)) as db:
             db.executescript(f"{_TABLES} PRAGMA user_version={VERSION};")

@@ -260,7 +260,7 @@ def _order(sort: str, descending: bool) -> str:
 def _component(name: str) -> str:
     key = name.removeprefix("component:")
     if not re.fullmatch(r"[\w./ -]{1,100}", key):
-        raise QueryError(f"{key!r} is no name of a reward's component")
+        raise QueryError(f"{key!r} is not the name of a reward component")
     return f"json_extract(components, '$.\"{key}\"')"
 
 
@@ -276,7 +276,7 @@ def finite(key: str, text: str) -> float:
 
 
 def count(key: str, text: str) -> int:
-    """The whole number that `text` is, of at most so many digits that SQLite has room for it."""
+    """The whole number that `text` is; it has few enough digits for SQLite to hold it."""
     if not re.fullmatch(r"[0-9]{1,15}", text):
         raise QueryError(f"{key}: {text[:80]!r} is not a whole number of 0 or more")
     return int(text)

@@ -102,7 +102,7 @@ def _block(run: RunPlace, db: sqlite3.Connection, block: int) -> bytes:
     try:
         return read_block(path, row["start"], row["length"])
     except (OSError, ValueError) as exc:
-        raise ViewError(f"{row['name']} was written anew: load the page again ({exc})") from exc
+        raise ViewError(f"{row['name']} was rewritten: load the page again ({exc})") from exc
 
 
 def _steps(
@@ -251,8 +251,8 @@ _LARGEST = 128 << 20
 
 
 class TokenTexts:
-    """The text of every token of one tokenizer. Bytes that are no whole character are shown as
-    such, `\\xe2\\x96`, so that nothing looks like a replacement character that is none."""
+    """The text of every token of one tokenizer. Bytes that are not a whole character are shown
+    as such, `\\xe2\\x96`, so that nothing looks like a replacement character and is not one."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer
@@ -299,7 +299,7 @@ def _piece_reader(data: Any) -> Callable[[str], str]:
 
 
 def readable(data: bytes) -> str:
-    """UTF-8 as text, and what is none of it as escapes."""
+    """UTF-8 as text, and everything else as escapes."""
     return data.decode("utf-8", "backslashreplace")
 
 

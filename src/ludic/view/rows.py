@@ -91,7 +91,7 @@ _decode_trained = msgspec.json.Decoder(_Trained).decode
 
 def rollout_columns(line: bytes) -> tuple[tuple[Any, ...], str]:
     """The values of `COLUMNS`, and the text to search in. Raises `ValueError` (msgspec's errors
-    are) for a line that is no rollout."""
+    are) for a line that is not a rollout."""
     row = _decode(_decode_row, _Row, line)
     if row.schema > SCHEMA:
         raise NewerSchemaError(f"rollouts of schema {row.schema}, newer than {SCHEMA}")

@@ -95,7 +95,7 @@ def test_the_tables_of_the_games_are_whole() -> None:
         ('label = "Name"\nfield = "name"', 'label = "Name"\nfield = "nick"', "no field 'nick'"),
         ('name = "read the sign"', 'name = "read it"', "has no bit 'read it'"),
         ('field = "party.level"', 'field = "party.age"', "no field 'party.age'"),
-        ('kind = "gain", field = "money"', 'kind = "gain", field = "place"', "is no number"),
+        ('kind = "gain", field = "money"', 'kind = "gain", field = "place"', "is not a number"),
         ('"0x80" = "ABC', '"eighty" = "ABC', "eighty"),
         ("[screen]", "[monitor]", "unknown field `monitor`"),
     ],
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused_with_its_place(
     tmp_path: Path, old: str, new: str, said: str
 ) -> None:
     assert old in WALKER
-    with pytest.raises(ConfigError, match="is not described rightly") as caught:
+    with pytest.raises(ConfigError, match="is not described correctly") as caught:
         described(tmp_path, WALKER.replace(old, new, 1))
     assert said in str(caught.value)
 

@@ -264,7 +264,7 @@ def test_a_person_sees_the_screen_beside_the_state(game: dict[str, Any]) -> None
         ({"rom": "nowhere.gb"}, "rom='nowhere.gb' cannot be read: No such file"),
         ({"game": "red"}, "is not Pokémon Red: its SHA-1 is"),
         ({"game": None}, "no description has its SHA-1"),
-        ({"goal": "moon"}, "goal='moon' is no milestone of Walker: places, sign"),
+        ({"goal": "moon"}, "goal='moon' is not a milestone of Walker: places, sign"),
         ({"states": ["gone.state"]}, "states='gone.state' cannot be read"),
         ({"max_steps": 0}, "must be at least 1"),
     ],
@@ -283,7 +283,7 @@ def test_what_cannot_be_played_is_refused_in_a_sentence(
 def test_a_broken_state_and_a_broken_rom_are_errors(game: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "broken.state").write_bytes(b"\xff" * 10)
     env = GameBoyEnv(**game, states=[str(tmp_path / "broken.state")])
-    with pytest.raises(EnvError, match="no state that PyBoy can load"):
+    with pytest.raises(EnvError, match="PyBoy cannot load this state"):
         env.env_reset(seed=0)
     env.close()
 

@@ -109,7 +109,7 @@ class _Process(asyncio.SubprocessProtocol):
 
 
 def _end_all(group: int, mark: str) -> None:
-    """Kills the group and every process with the mark, until there is none, or they will not."""
+    """Kills the group and every process with the mark, until none is left or time is up."""
     deadline = time.monotonic() + _KILL_S
     _signal_group(group, signal.SIGKILL)
     while time.monotonic() < deadline:

@@ -2,7 +2,7 @@
 
 A request whose messages continue an answered one, any of them, extends its tokens. What a program
 says the assistant said counts as unchanged if it is what the program was given; the model is then
-shown what it wrote, token by token. Everything else is rendered anew, and is a fork.
+shown what it wrote, token by token. Everything else is rendered from scratch, and is a fork.
 
 Only the event loop that answers the requests touches a session.
 """
@@ -223,7 +223,7 @@ class Session(ModelCaller):
                 )
                 raise ApiError(400, message, param="messages", code="context_length_exceeded")
         except BaseException as exc:
-            self._asked.remove(asked)  # a retry is to sample anew
+            self._asked.remove(asked)  # a retry samples again
             if not isinstance(exc, ApiError | asyncio.CancelledError):
                 self.failures.append(f"{type(exc).__name__}: {exc}")
             raise

@@ -37,7 +37,7 @@ class GymnasiumEnv(SingleAgentEnv):
     """An environment of Gymnasium by its `id`, with its own rewards.
 
     `terminated` and `truncated` (a time limit, say) are Gymnasium's; where it sets both, the
-    episode was over. An action that is none of the words is not a move: the environment is not
+    episode was over. An action that is not one of the words is not a move: the environment is not
     stepped, the agent is told the words, and `info["illegal"]` is set.
 
     Args:
@@ -54,7 +54,7 @@ class GymnasiumEnv(SingleAgentEnv):
             "drop" leaves them out.
         show_actions: Adds the possible actions to each observation. If the info has an
             `action_mask`, only the allowed ones.
-        illegal_reward: For an action that is none of the words.
+        illegal_reward: For an action that is not one of the words.
         system_prompt: Suggested to the agent instead of a sentence about the actions.
     """
 
@@ -168,7 +168,7 @@ class GymnasiumEnv(SingleAgentEnv):
 
 
 def without_colours(text: str, *, mark: bool) -> str:
-    """Rendered text without escape codes. With `mark`, what they coloured can still be told.
+    """Rendered text without escape codes. With `mark`, what they coloured still shows.
 
     >>> without_colours("\\x1b[41mS\\x1b[0mFF\\x1b[34;1mB\\x1b[0m", mark=True)
     '[S]FFB(blue)'

@@ -38,7 +38,7 @@ class ReasoningGymEnv(SingleAgentEnv):
         dataset_seed: Which questions they are; take another for held-out ones.
         index: Always this question, whatever the seed.
         template: The observation; `{question}` stands for the question.
-        system_prompt: Suggested to the agent; "" is none at all.
+        system_prompt: Suggested to the agent; "" means none at all.
     """
 
     task: str

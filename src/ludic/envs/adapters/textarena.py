@@ -129,7 +129,8 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
         return outcomes
 
     def _new_game(self, players: int, seed: int | None) -> Any:
-        """A game that has begun. Why it cannot is one sentence, and a misfit is told apart."""
+        """Returns a game that has begun. If it cannot, the error is one sentence; a wrong number of
+        players is a `_Misfit`."""
         registry = self._textarena.envs.registration.ENV_REGISTRY
         if self.id not in registry:
             raise UnknownNameError("game of TextArena", self.id, registry)

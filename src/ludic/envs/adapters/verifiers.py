@@ -72,7 +72,7 @@ class VerifiersEnv(SingleAgentEnv):
         self._data = DatasetRows(id, self._rows())
         total = self._data.count(self.limit)
         if not total or (index is not None and not 0 <= index < total):
-            raise ConfigError(f"{id} has {total} rows; there is none to take ({index=})")
+            raise ConfigError(f"{id} has {total} rows; none can be taken ({index=})")
         self._state: Any = None
         self._prompt: list[Any] = []
         self._obs, self._system = "", ""

@@ -35,7 +35,7 @@ class Outcome(StrEnum):
     CRASHED = "crashed"
     """It raised, or a limit ended it."""
     NO_COMPILE = "no_compile"
-    """It is no Python."""
+    """It is not Python."""
     NO_CODE = "no_code"
     TOO_LONG = "too_long"
 
@@ -109,7 +109,7 @@ class Judge:
     cache: ResultCache[Verdict] | None = None
 
     def __call__(self, task: CodeTask, answer: str) -> Verdict:
-        """A `SandboxError` passes through: it is no verdict, and is not remembered."""
+        """A `SandboxError` passes through: it is not a verdict, and is not remembered."""
         code = extract_code(answer)
         total = len(task.cases) if isinstance(task, StdioTask) else len(task.tests)
         if not code.strip():

@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def shortened(text: str) -> str:
-    """Its beginning and its end, where it is long."""
+    """Returns its beginning and its end if it is long."""
     if len(text) <= MAX_SHOWN:
         return text
     half = MAX_SHOWN // 2

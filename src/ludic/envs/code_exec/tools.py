@@ -37,7 +37,7 @@ def session_pool(sandbox: str) -> SandboxPool:
 class PythonTool:
     """A Python session, for one agent at a time. It begins with the first call, in a sandbox; a
     call that takes longer than `call_s`, or goes beyond the `limits` of the session, ends it, and
-    the next one begins anew. What a model is told of it is the docstring of `__call__`.
+    the next one starts from scratch. The docstring of `__call__` is what a model is told of it.
     """
 
     __name__ = "python"

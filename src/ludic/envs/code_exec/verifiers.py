@@ -135,7 +135,7 @@ _SYNTAX = (b"SyntaxError:", b"IndentationError:", b"TabError:", b"source code st
 
 
 def is_syntax_error(result: RunResult) -> bool:
-    """Whether a Python program ended before its first line, because it is none."""
+    """Whether a program ended before its first line because it is not Python."""
     last = result.stderr.rstrip().rpartition(b"\n")[2]
     return result.exit_code == 1 and not result.stdout and last.startswith(_SYNTAX)
 

@@ -148,9 +148,9 @@ def read_game(name: str) -> Game:
         game = msgspec.convert(_read(name), ready(Game))
         faults = list(_faults(game))
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"the game {name!r} is not described rightly: {error}") from error
+        raise ConfigError(f"the game {name!r} is not described correctly: {error}") from error
     if faults:
-        raise ConfigError(f"the game {name!r} is not described rightly: {'; '.join(faults)}")
+        raise ConfigError(f"the game {name!r} is not described correctly: {'; '.join(faults)}")
     return game
 
 
@@ -184,7 +184,7 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _faults(game: Game) -> Iterator[str]:
-    """What the schema cannot say: names that lead nowhere, and sizes that are none."""
+    """What the schema cannot say: names that lead nowhere, and impossible sizes."""
     if len(game.sha1) != 40 or set(game.sha1) - set("0123456789abcdef"):
         yield f"sha1 {game.sha1!r} is not 40 hexadecimal digits"
     if min(game.press, game.settle, game.boot) < 1:
@@ -207,7 +207,7 @@ def _faults(game: Game) -> Iterator[str]:
         for mark in grid.marks:
             entries = game.fields.get(mark.list)
             if entries is None or not {"x", "y", *mark.unless} <= set(entries.fields):
-                yield f"grid.marks: {mark.list!r} is no list with x, y and {sorted(mark.unless)}"
+                yield f"grid.marks: {mark.list!r} is not a list with x, y and {sorted(mark.unless)}"
     for line in game.show:
         for name in filter(None, (line.field, line.when)):
             if name not in game.fields:
@@ -239,7 +239,7 @@ def _milestone_faults(name: str, milestone: Milestone, game: Game) -> Iterator[s
     if field is None:
         yield f"milestone {name!r}: there is no field {milestone.field!r}"
     elif milestone.kind == "gain" and (field.type not in NUMBERS or field.names):
-        yield f"milestone {name!r}: {milestone.field!r} is no number"
+        yield f"milestone {name!r}: {milestone.field!r} is not a number"
     elif milestone.kind == "flag" and (
         field.type != "bits"
         or field.names is None

@@ -22,9 +22,9 @@ _WITH_CLOCK = (0x0F, 0x10)
 
 
 def load_pyboy() -> Any:
-    """The package; an error that names the extra where it is missing."""
+    """Returns the package; if it is missing, the error names the extra."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about a window, which there is none of
+        warnings.simplefilter("ignore")  # about a window, and there is none
         return load_package("pyboy", "gameboy")
 
 
@@ -40,12 +40,12 @@ class Emulator:
         except Exception as error:
             raise EnvError(f"PyBoy does not take this ROM: {error}") from error
         self._pyboy.set_emulation_speed(0)
-        if rom[_CARTRIDGE] in _WITH_CLOCK:  # which would go on with the time of day
+        if rom[_CARTRIDGE] in _WITH_CLOCK:  # which would run on with the time of day
             self._pyboy.rtc_lock_experimental(True)
         self.frames = 0
 
     def run(self, frames: int, *, drawn: bool = True) -> None:
-        """Lets so many frames go by; the last one can be drawn."""
+        """Lets this many frames go by; the last one can be drawn."""
         self._pyboy.tick(frames, drawn)
         self.frames += frames
 
@@ -77,7 +77,7 @@ class Emulator:
         try:
             self._pyboy.load_state(io.BytesIO(snapshot))
         except Exception as error:
-            raise EnvError(f"this is no state that PyBoy can load: {error}") from error
+            raise EnvError(f"PyBoy cannot load this state: {error}") from error
         for button in BUTTONS:
             self._pyboy.button_release(button)
         self.frames = 0
@@ -142,7 +142,7 @@ def _tool(name: str, description: str, properties: dict[str, Any]) -> dict[str, 
 
 
 def _called(text: str) -> str:
-    """A call of a tool in words; "" if it is none."""
+    """A tool call in words; "" for text that is not one."""
     try:
         call = json.loads(text)
         name, arguments = call["name"], call["arguments"]

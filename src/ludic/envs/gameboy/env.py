@@ -22,7 +22,7 @@ from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, StepOutcome
 
 LONGEST_WALK = 100
-"""Presses of a button, after which a walk stops where it is."""
+"""After this many button presses, a walk stops where it is."""
 
 
 @dataclass(eq=False, repr=False)
@@ -32,7 +32,7 @@ class GameBoyEnv(SingleAgentEnv):
     An action is one or more buttons (`a`, `up up left`, `wait 60`), or `walk to X Y` over ground
     that was seen in the episode. The observation is text, read from the memory through the game's
     description; the milestones of the description give the rewards. One that the description says
-    ends the game, or `goal`, ends the episode. What cannot be read as an action is no move: the
+    ends the game, or `goal`, ends the episode. What cannot be read as an action is not a move: the
     agent is told, and `info["illegal"]` is set.
 
     An episode begins with one of `states`, or with the game switched on. The same seed draws the
@@ -42,10 +42,10 @@ class GameBoyEnv(SingleAgentEnv):
         rom: The path of the ROM.
         game: A description that comes with Ludic, or the path of one; by default, that of the ROM.
         states: Paths of saved states; each seed draws one.
-        jitter: Up to so many frames go by before the first observation, as the seed says. Games
+        jitter: Up to this many frames go by before the first observation; the seed decides. Games
             that count frames for chance then go differently.
         goal: A milestone that ends the episode.
-        max_steps: After so many actions the episode is cut.
+        max_steps: After this many actions the episode is cut short.
         max_buttons: The longest sequence of buttons.
         tools: Whether the actions are offered as tools, too, for the agent `harness`.
         system_prompt: Suggested to the agent instead of a text about the actions.
@@ -85,7 +85,8 @@ class GameBoyEnv(SingleAgentEnv):
             )
         if self.goal is not None and self.goal not in game.milestones:
             raise ConfigError(
-                f"goal={self.goal!r} is no milestone of {game.title}: {', '.join(game.milestones)}"
+                f"goal={self.goal!r} is not a milestone of {game.title}: "
+                f"{', '.join(game.milestones)}"
             )
         if self.max_steps < 1 or self.max_buttons < 1 or self.jitter < 0:
             raise ConfigError(
@@ -200,7 +201,7 @@ class GameBoyEnv(SingleAgentEnv):
             self._reached |= name == self.goal or self.description.milestones[name].ends
 
     def _walk(self, goal: Cell) -> str:
-        """Walks until it is there, something happens, or no way is left; returns what was."""
+        """Walks until it arrives, something happens, or there is no way left; returns a note."""
         if self._view is None:
             return "You cannot walk now."
         place, before, blocked, tries = self._view.place, self._view.at, set[Cell](), 0

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from ludic.envs.gameboy.description import Field, Game, Milestone
 
 Read: TypeAlias = Callable[[int, int], Sequence[int]]
-"""Bytes at an address, so many."""
+"""Returns the bytes at an address; the second number is how many."""
 Values: TypeAlias = Mapping[str, Any]
 
 

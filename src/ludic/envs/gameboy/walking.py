@@ -1,4 +1,4 @@
-"""The ground of a game: what is on the screen of it, what was seen of it, and ways over it."""
+"""The ground of a game: what the screen shows of it, what has been seen of it, and ways over it."""
 
 from __future__ import annotations
 

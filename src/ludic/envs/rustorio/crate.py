@@ -55,8 +55,9 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """The first on the path that the sandbox sees; `ConfigError` where none is or fits."""
-    # A compiler elsewhere (rustup's, in a home) would be fine for the game, but not for players.
+    """The first one on the part of the PATH that the sandbox sees; raises `ConfigError` if there is
+    none, or if it is too old."""
+    # A compiler elsewhere (rustup's, in a home folder) would do for the game, but not for players.
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     path = os.pathsep.join(f for f in folders if Path(f).resolve().is_relative_to(VISIBLE))
     return _asked(path)
@@ -78,13 +79,13 @@ def _asked(path: str) -> Toolchain:
             f"the environment 'rustorio' needs rustc {OLDEST[0]}.{OLDEST[1]} or newer, and {rustc} "
             f"is {banner!r}: {install}"
         )
-    # Not what is on the path, which may be rustup's stand-in for it.
+    # Not the one on the PATH, which may be rustup's stand-in for it.
     sysroot = _run([rustc, "--print=sysroot"], cwd="/").stdout.strip()
     return Toolchain(f"{sysroot}/bin/rustc", cargo)
 
 
 def check_crate(crate: str) -> Path:
-    """The folder of a crate; `ConfigError` where there is none."""
+    """Returns the folder of a crate; raises `ConfigError` if there is none."""
     folder = Path(crate).expanduser().resolve()
     if not (folder / "Cargo.toml").is_file():
         raise ConfigError(
@@ -98,7 +99,7 @@ _building = threading.Lock()
 
 
 def build_game(crate: str, mode: str, stages: Mapping[str, str]) -> Game:
-    """The game, which the first call of this process builds; cargo builds only what changed."""
+    """Returns the game. The first call in this process builds it; cargo rebuilds what changed."""
     with _building:
         return _build(check_crate(crate), mode, tuple(stages.items()))
 
@@ -128,7 +129,7 @@ def _build(folder: Path, mode: str, stages: tuple[tuple[str, str], ...]) -> Game
             if done.returncode != 0:
                 why = " ".join(error.partition("\n")[0] for error in errors_in(done.stderr))
                 raise ConfigError(f"the stages of env.kwargs.stages do not fit {name}: {why}")
-        # Of all that cargo built, what the library of the game does not use stays here.
+        # What cargo built and the game's library does not use stays here.
         used = (Path(made) / "deps" / "ludic_stages.d").read_text(encoding="utf-8").split()
         names = {Path(path).name for path in used} | {"libludic_std.rlib", "libludic_stages.rlib"}
         files = {
@@ -196,7 +197,7 @@ def _stages(stages: tuple[tuple[str, str], ...]) -> str:
 
 
 def check_stages(stages: Mapping[str, str]) -> None:
-    """`ConfigError` where a name cannot be that of a function."""
+    """Raises `ConfigError` if a name cannot be that of a function."""
     for name in stages:
         if not _STAGE_NAME.fullmatch(name):
             raise ConfigError(

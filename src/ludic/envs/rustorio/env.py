@@ -86,7 +86,7 @@ class RustorioEnv(SingleAgentEnv):
         stages: Names of stages, each with the type that proves it: a program that holds a value of
             this type shows it by `stages::NAME(&value)`.
         stage_share: How much of the score the stages are; 0 where there are none.
-        par_ticks: A victory within so many ticks earns all of its reward; None for any victory.
+        par_ticks: A victory within this many ticks earns its full reward; None: any victory does.
         max_attempts: Answers per episode; reading a file counts as one.
         max_errors: How many of the compiler's errors are shown.
         sandbox: "bubblewrap", or "plain", which is a subprocess with limits and warns.

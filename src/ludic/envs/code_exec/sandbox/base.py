@@ -123,7 +123,7 @@ class RunResult:
 
 
 def text_of(data: bytes, last: int | None = None) -> str:
-    """Output as text, or its `last` characters; what is no UTF-8 is replaced."""
+    """Output as text, or its `last` characters; what is not UTF-8 is replaced."""
     text = data.decode("utf-8", "replace").strip()
     return text if last is None else text[-last:]
 

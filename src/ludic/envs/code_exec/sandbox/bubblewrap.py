@@ -181,7 +181,7 @@ def readable_by_all(path: str) -> bool:
 
 
 def find_bubblewrap() -> str:
-    """Where the program is; `SandboxUnavailableError` where it is not."""
+    """Returns where the program is; raises `SandboxUnavailableError` if it is not installed."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxUnavailableError(

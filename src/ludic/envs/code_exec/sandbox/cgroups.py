@@ -58,7 +58,7 @@ class Cgroup:
         return int(events.get("oom_kill", 0))
 
     def remove(self, timeout_s: float = 2.0) -> None:
-        """Ends what is in it, and removes it. Does nothing where it is gone."""
+        """Ends what is in it, and removes it. Does nothing if it is gone already."""
         deadline = time.monotonic() + timeout_s
         while self.path.exists():
             with suppress(OSError):

@@ -69,7 +69,7 @@ def check_sandbox(name: str = DEFAULT_SANDBOX) -> None:
 
 
 def describe_sandbox() -> tuple[str, str | None]:
-    """For the doctor: which sandbox programs run in here, and what to do if it is none."""
+    """For the doctor: which sandbox programs run in here, and what to do if there is none."""
     try:
         check_bubblewrap()
     except SandboxUnavailableError as error:
@@ -85,8 +85,8 @@ class SandboxPool:
         sandbox: Its name, or a function that makes one.
         workers: How many programs, or pairs of a program and its tests, run at the same time;
             by default one per core.
-        breaker_failures: After so many failures of sandboxes in a row the breaker opens,
-        breaker_s: for so long.
+        breaker_failures: After this many failures of sandboxes in a row the breaker opens,
+        breaker_s: for this long.
         queue_s: How long a request may wait for its turn.
     """
 

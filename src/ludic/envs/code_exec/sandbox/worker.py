@@ -219,7 +219,7 @@ class WorkerProcess:
         try:
             return _result(content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise self._break("the sandbox's worker sent what is no result") from error
+            raise self._break("the sandbox's worker sent something that is not a result") from error
 
     def result(self) -> RunResult:
         """Waits for the end of a program that is not interactive."""
@@ -276,7 +276,7 @@ class WorkerProcess:
 
 
 def check_request(files: Mapping[str, bytes], command: Sequence[str], stdin: bytes) -> None:
-    """`ConfigError` for a request that no sandbox can run."""
+    """Raises `ConfigError` for a request that no sandbox can run."""
     if not command or not all(isinstance(part, str) and "\0" not in part for part in command):
         raise ConfigError(f"command={list(command)!r}: a program and its arguments, as text")
     for name in files:
