@@ -90,21 +90,18 @@ def xml_parser(
     opening, closing = f"<{tag}>", f"</{tag}>"
 
     def read(text: str) -> str:
-        end = text.rfind(closing)
-        if end < 0:
+        head, closed, after = text.rpartition(closing)
+        before, opened, inner = head.rpartition(opening)
+        if not closed:
             raise _Unreadable(f"No {opening}...{closing} found. Write your action in these tags.")
-        begin = text.rfind(opening, 0, end)
-        if begin < 0:
+        if not opened:
             raise _Unreadable(f"{closing} has no {opening} before it.")
-        if text.find(opening, end) >= 0:
+        if opening in after:
             raise _Unreadable(f"The last {opening} is not closed with {closing}.")
-        inner = text[begin + len(opening) : end]
         if closing in inner:
             raise _Unreadable(f"The last {closing} has no {opening} before it.")
-        if exact:
-            before, after = text[:begin].strip(), text[end + len(closing) :].strip()
-            if before or after:
-                raise _Unreadable(f"Write only {opening}...{closing}, and nothing around it.")
+        if exact and (before.strip() or after.strip()):
+            raise _Unreadable(f"Write only {opening}...{closing}, and nothing around it.")
         return _filled(inner, f"{opening}{closing} was empty: put your action between the tags.")
 
     return _parser(read, success_reward, error_reward)

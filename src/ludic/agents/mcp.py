@@ -92,9 +92,7 @@ class MCPServer:
     @property
     def label(self) -> str:
         """What messages call the server."""
-        called = self.name or self.url
-        if not called:
-            called = " ".join([Path(self.command[0]).name, *self.command[1:]])
+        called = self.name or self.url or " ".join([Path(self.command[0]).name, *self.command[1:]])
         return f"MCP server {called[:80]!r}"
 
     async def open(self) -> OpenServer:

@@ -111,7 +111,7 @@ class KeyDoorEnv(SingleAgentEnv):
                 f"KeyDoorEnv({view=}, {step_cost=}, {goal_reward=}): view must be at least 1, "
                 "step_cost finite and not negative, goal_reward finite and positive"
             )
-        self._level: Level | None = None
+        self._level: Level
         self._cell: Cell = (0, 0)
         self._has_key = False
         self._steps = 0
@@ -150,7 +150,6 @@ class KeyDoorEnv(SingleAgentEnv):
         return self.env_current_obs(), {}
 
     def env_step(self, action: Action) -> StepOutcome:
-        assert self._level is not None
         self._steps += 1
         note = self._move(action.strip().lower() if len(action) < 100 else "")
         reached = self._cell == self._level.goal
@@ -173,7 +172,6 @@ class KeyDoorEnv(SingleAgentEnv):
         return _PROMPT
 
     def _move(self, move: str) -> str:
-        assert self._level is not None
         if move not in MOVES:
             return "That is no direction."
         before = self._cell
@@ -191,7 +189,6 @@ class KeyDoorEnv(SingleAgentEnv):
 
     def _drawn(self, cell: Cell) -> str:
         level = self._level
-        assert level is not None
         if cell == self._cell:
             return "@"
         if not (0 <= cell[0] < level.width and 0 <= cell[1] < level.height) or cell in level.walls:

@@ -90,7 +90,7 @@ class Folders:
 
     roots: Sequence[Path]
     problems: list[str] = field(default_factory=list)
-    _found: dict[str, RunPlace] = field(default_factory=dict)
+    _places: dict[str, RunPlace] = field(default_factory=dict)
     _scanned: float = -1e9
 
     def __post_init__(self) -> None:
@@ -100,11 +100,11 @@ class Folders:
         """The runs by name. Folders are looked through again every few seconds."""
         if time.monotonic() - self._scanned > _SCAN_S:
             self._scan()
-        return self._found
+        return self._places
 
     def run(self, name: str) -> RunPlace:
         """The run of that name."""
-        place = self._found.get(name) or self.runs().get(name)
+        place = self._places.get(name) or self.runs().get(name)
         if place is None:
             raise ViewError(f"there is no run {name!r} in the folders that are shown")
         return place
@@ -129,7 +129,7 @@ class Folders:
                 problems.append(
                     f"{root} holds no run: a run's folder has a run.json or a metrics.jsonl"
                 )
-        self._found, self.problems, self._scanned = places, problems, time.monotonic()
+        self._places, self.problems, self._scanned = places, problems, time.monotonic()
 
 
 def _runs_below(root: Path, problems: list[str]) -> Iterator[Path]:

@@ -198,8 +198,7 @@ def compared(a: EvalReport, b: EvalReport) -> dict[str, Any]:
         }
     except LudicError as exc:
         why = str(exc)
-    pairs = _pairs(a, b)
-    pairs.sort(key=lambda pair: -abs(pair["difference"] or 0))
+    pairs = sorted(_pairs(a, b), key=lambda pair: -abs(pair["difference"] or 0))
     return {
         "a": figures(a),
         "b": figures(b),

@@ -73,10 +73,9 @@ class Guard:
             return _refused("this address is not one of this machine's: it begins with 127.0.0.1")
         origin = headers.get("origin")
         own = (f"http://{host}".lower(), f"https://{host}".lower())
-        if origin is not None and origin.lower() not in own:
-            return _refused("a page of another site asked")
+        foreign = origin is not None and origin.lower() not in own
         navigates = headers.get("sec-fetch-mode", "navigate") == "navigate"
-        if headers.get("sec-fetch-site") == "cross-site" and not navigates:
+        if foreign or (headers.get("sec-fetch-site") == "cross-site" and not navigates):
             return _refused("a page of another site asked")
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("only reading is possible here", 405)

@@ -90,7 +90,7 @@ class GymnasiumEnv(SingleAgentEnv):
     def env_step(self, action: Action) -> StepOutcome:
         move = self._actions.read(action)
         if move is None:
-            note = f"{action.strip()[:80]!r} is not an action. Actions: {self._actions.said()}"
+            note = f"{action.strip()[:80]!r} is not an action. Actions: {self._actions.in_words()}"
             return StepOutcome(
                 f"{note}\n\n{self.env_current_obs()}", self.illegal_reward, info={"illegal": True}
             )
@@ -116,13 +116,13 @@ class GymnasiumEnv(SingleAgentEnv):
             text = self._obs if isinstance(self._obs, str) else str(plain(self._obs))
         if self.show_actions and not self._over:
             mask = self._info.get("action_mask")
-            text += f"\nActions: {self._actions.said(None if mask is None else plain(mask))}"
+            text += f"\nActions: {self._actions.in_words(None if mask is None else plain(mask))}"
         return text
 
     def suggested_sysprompt(self, agent_id: str) -> str | None:
         if self.system_prompt is not None:
             return self.system_prompt
-        return f"You play {self.id}. Answer with one action: {self._actions.said()}."
+        return f"You play {self.id}. Answer with one action: {self._actions.in_words()}."
 
     def close(self) -> None:
         self._env.close()
@@ -194,7 +194,7 @@ class _Discrete:
     def read(self, action: str) -> int | None:
         return self._numbers.get(action.strip().lower())
 
-    def said(self, mask: Sequence[int] | None = None) -> str:
+    def in_words(self, mask: Sequence[int] | None = None) -> str:
         if mask is None or len(mask) != len(self._words):
             return ", ".join(self._words)
         return ", ".join(compress(self._words, mask))
@@ -217,8 +217,8 @@ class _MultiDiscrete:
 
         return np.asarray(numbers, dtype=self._type)
 
-    def said(self, mask: Sequence[int] | None = None) -> str:
-        return ", then ".join(f"one of {part.said()}" for part in self._parts)
+    def in_words(self, mask: Sequence[int] | None = None) -> str:
+        return ", then ".join(f"one of {part.in_words()}" for part in self._parts)
 
 
 class _Text:
@@ -230,7 +230,7 @@ class _Text:
     def read(self, action: str) -> str | None:
         return action if self._space.contains(action) else None
 
-    def said(self, mask: Sequence[int] | None = None) -> str:
+    def in_words(self, mask: Sequence[int] | None = None) -> str:
         return f"a text of {self._space.min_length} to {self._space.max_length} characters"
 
 
