@@ -52,8 +52,9 @@ class Lengths:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """An update's episodes, in groups that share their prompt, and how many updates there are.
-    `env_s` is the mean time of an environment's step, exponential unless `env_spread` is 0, and
-    `host_s` what an episode's environment computes, one episode at a time in each process."""
+    `env_s` is the mean time of an environment's step, which is drawn from an exponential
+    distribution, and `host_s` what an episode's environment computes, one episode at a time in each
+    process."""
 
     episodes: int
     group: int
@@ -63,7 +64,6 @@ class Workload:
     turns: int = 1
     observation: int = 64
     env_s: float = 0.0
-    env_spread: float = 1.0
     host_s: float = 0.0
     trained: float = 1.0
     """The share of tokens that passes compute: groups of equal rewards teach nothing."""
@@ -94,8 +94,8 @@ class Workload:
 
     def waits(self, rng: np.random.Generator, count: int) -> list[float]:
         """Seconds of environment steps."""
-        if self.env_s == 0 or self.env_spread == 0:
-            return [self.env_s] * count
+        if self.env_s == 0:
+            return [0.0] * count
         return [float(s) for s in rng.exponential(self.env_s, count)]
 
 

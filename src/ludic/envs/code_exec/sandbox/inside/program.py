@@ -37,7 +37,9 @@ def become_init(
             confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.chdir(folder)
         for name, content in files.items():
-            _write(name, content)
+            os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+            with open(name, "xb") as file:
+                file.write(content)
         os.write(status_fd, b"B")
         program = os.fork()
         if program == 0:
@@ -52,12 +54,6 @@ def become_init(
     except BaseException as error:
         os.write(status_fd, b"E" + f"{type(error).__name__}: {error}".encode())
     os._exit(0)
-
-
-def _write(name: str, content: bytes) -> None:
-    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-    with open(name, "xb") as file:
-        file.write(content)
 
 
 def _become_program(request: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
