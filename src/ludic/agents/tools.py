@@ -199,15 +199,12 @@ async def call_tool(
         return ToolResult.failed(f"there is no tool {name!r}; the tools are: {names}")
     try:
         arguments = tool.check(call["function"]["arguments"])
-    except ToolError as exc:
-        return ToolResult.failed(str(exc))
-    try:
         return ToolResult(as_text(await _run(tool, arguments, timeout_s)))
     except DeadlineError:
         return ToolResult.failed(f"tool {name!r} did not answer within {timeout_s:g} s")
     except NoThreadError:
         raise
-    except ToolError as exc:  # says in its own words what to tell the model
+    except ToolError as exc:  # bad arguments, or the tool's own words to the model
         return ToolResult.failed(str(exc))
     except BaseException as exc:
         if is_for_us(exc):

@@ -154,12 +154,10 @@ class _Scored:
         info: dict[str, Any] = {"board": self._board, "illegal_move": True}
         if self._over:
             info["result"] = "illegal"
-        return StepOutcome(
-            _complaint(action, place, mark, self._board, self._over),
-            self.illegal_reward,
-            terminated=self._over,
-            info=info,
-        )
+        shown = action if len(action) <= 20 else action[:20] + "..."
+        what = f"{shown!r} is no cell." if place is None else f"{CELLS[place]} is taken."
+        obs = f"{what} The game is over." if self._over else f"{what}\n{_view(mark, self._board)}"
+        return StepOutcome(obs, self.illegal_reward, terminated=self._over, info=info)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -305,12 +303,6 @@ def _view(mark: Mark, board: Board) -> Obs:
         return f"You are {mark}.\n{draw(board)}\n{closing[_result_for(mark, board)]}"
     free = " ".join(CELLS[place] for place in free_cells(board))
     return f"You are {mark}.\n{draw(board)}\nFree: {free}"
-
-
-def _complaint(action: Action, place: int | None, mark: Mark, board: Board, over: bool) -> Obs:
-    shown = action if len(action) <= 20 else action[:20] + "..."
-    what = f"{shown!r} is no cell." if place is None else f"{CELLS[place]} is taken."
-    return f"{what} The game is over." if over else f"{what}\n{_view(mark, board)}"
 
 
 def _check_choice(option: str, value: object, allowed: Sequence[str]) -> None:

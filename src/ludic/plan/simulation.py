@@ -256,8 +256,7 @@ class _Simulation:
         computing = setup.train_s(work.trained * shared, longest)
         self.result.trained += sampled
         self.trained_groups.update(groups)
-        ages = [self.taken - self.version_of[e] for e in episodes]
-        self.lags += ages
+        self.lags += [self.taken - self.version_of[e] for e in episodes]
         self.parts.append((self.now - self.idle_since, computing))
         self.idle_since = None
         self.taken += 1

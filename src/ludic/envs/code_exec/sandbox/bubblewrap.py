@@ -96,11 +96,7 @@ class BubblewrapSandbox(Sandbox):
     def _command(self, filter_fd: int) -> list[str]:
         bwrap, python = find_bubblewrap(), interpreter()
         uid = spare_user()
-        binds: list[tuple[str, str]] = []
-        prefix = python.prefix
-        if uid is not None and not readable_by_all(python.prefix):
-            prefix = "/mnt/python"
-            binds.append((python.prefix, prefix))
+        prefix, binds = reachable_prefix(python, uid)
         command = [
             bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
             "--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--clearenv",
@@ -169,6 +165,13 @@ def interpreter() -> Interpreter:
     """The Python that this one's virtual environment was made from: without its packages."""
     executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     return Interpreter(executable, os.path.realpath(sys.base_prefix))
+
+
+def reachable_prefix(python: Interpreter, uid: int | None) -> tuple[str, list[tuple[str, str]]]:
+    """Returns where `uid` finds the interpreter, and what the launcher binds to get it there."""
+    if uid is None or readable_by_all(python.prefix):
+        return python.prefix, []
+    return "/mnt/python", [(python.prefix, "/mnt/python")]
 
 
 def readable_by_all(path: str) -> bool:

@@ -19,7 +19,7 @@ from ludic.envs.code_exec.sandbox.base import SandboxUnavailableError
 from ludic.envs.code_exec.sandbox.bubblewrap import (
     interpreter,
     launched,
-    readable_by_all,
+    reachable_prefix,
     spare_user,
 )
 from ludic.envs.code_exec.sandbox.seccomp import build_filter
@@ -46,12 +46,10 @@ class PlainSandbox(Sandbox):
             raise SandboxUnavailableError("the sandbox 'plain' needs Linux")
         uid, python = spare_user(), interpreter()
         self._folder = tempfile.mkdtemp(prefix="ludic-plain-")
-        executable, binds = python.executable, []
+        prefix, binds = reachable_prefix(python, uid)
         if uid is not None:
             os.chown(self._folder, uid, uid)
-            if not readable_by_all(python.prefix):
-                binds = [(python.prefix, "/mnt/python")]
-                executable = executable.replace(python.prefix, "/mnt/python", 1)
+        executable = python.executable.replace(python.prefix, prefix, 1)
         command = [executable, "-s", "-X", "utf8", "-c", BOOTSTRAP]
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": self._folder}
         return WorkerProcess(
