@@ -451,8 +451,7 @@ def _percent(rate: Estimate) -> str:
 def read_report(path: Path) -> EvalReport:
     """Reads a report from its file, or from a run folder that of its last stage."""
     if path.is_dir():
-        stages = ("after_rl", "after_sft", "before")
-        reports = [path / "eval" / f"{s}.json" for s in stages]
+        reports = [path / "eval" / f"{s}.json" for s in ("after_rl", "after_sft", "before")]
         path = next((file for file in reports if file.is_file()), reports[0])
     try:
         report = EvalReport.from_dict(json.loads(path.read_text(encoding="utf-8")))

@@ -173,8 +173,7 @@ class Supervisor:
             state.running_since, state.waiting_since = self._clock(), None
             state.announced = False
             name, where = state.role.name, ", ".join(dict.fromkeys(nodes))
-            sentence = f"{name} runs on {where}"
-            self._tell(Event(name, "placed", sentence, nodes, state.restarts))
+            self._tell(Event(name, "placed", f"{name} runs on {where}", nodes, state.restarts))
 
     def _ended(self, state: _State, ended: Ended) -> None:
         role, now = state.role, self._clock()

@@ -56,8 +56,7 @@ class Profile:
         return replace(self, figures={**self.figures, **changed})
 
     def write(self, path: Path) -> None:
-        plain = json.dumps(msgspec.to_builtins(self), indent=1)
-        path.write_text(plain + "\n", encoding="utf-8")
+        path.write_text(json.dumps(msgspec.to_builtins(self), indent=1) + "\n", encoding="utf-8")
 
 
 def shipped() -> list[str]:

@@ -90,8 +90,7 @@ def trainer_plan(job: Job, ranks: int, *, samples: bool) -> Plan:
     """What each rank takes, by the sums that runs use."""
     how = replace(job.memory.training, ranks=ranks)
     plan = replace(job.memory, training=how, engine=job.memory.engine if samples else None)
-    recompute = job.checkpointing
-    plan = settled(plan, job.free, job.longest, tokens=job.budget, checkpointing=recompute)
+    plan = settled(plan, job.free, job.longest, tokens=job.budget, checkpointing=job.checkpointing)
     return with_logits(plan, job.free, None if job.memory.training.keep_logits else 0)
 
 

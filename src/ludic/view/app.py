@@ -143,8 +143,7 @@ class View:
         """One rollout with its tokens."""
         run = self._run(request)
         with self._whole(run).reading() as db:
-            identity = request.query_params.get("id", "")
-            return rollout_page(run, db, identity, texts_of(run))
+            return rollout_page(run, db, request.query_params.get("id", ""), texts_of(run))
 
     def group(self, request: Request) -> Any:
         """The attempts of a group."""

@@ -190,8 +190,7 @@ class RunIndex:
                     continue
                 values, text = rollout_columns(line)
             except NewerSchemaError as exc:
-                what = f"{exc}: update Ludic to see them"
-                self._note(db, source.name, None, what)
+                self._note(db, source.name, None, f"{exc}: update Ludic to see them")
                 continue
             except (ValueError, RecursionError) as exc:
                 self._note(db, source.name, block.start, f"line {place + 1} of a block: {exc}")

@@ -48,8 +48,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 def prctl(option: int, value: int) -> None:
     """The system call of that name, for options with one number."""
     zero = ctypes.c_ulong(0)
-    result = _libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero)
-    _checked(result, f"prctl({option})")
+    _checked(_libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl({option})")
 
 
 def own_namespaces() -> None:
