@@ -175,7 +175,7 @@ class _Connection:
         self.listed = [tool for tool in self.listed if wanted is None or tool.name in wanted]
 
     async def _live(self) -> None:
-        """Enters and leaves the session in one task, as its library demands."""
+        """Enters and leaves the session in one task, as its library requires."""
         try:
             async with AsyncExitStack() as stack:
                 streams = await stack.enter_async_context(_transport(self.server, stack))

@@ -113,7 +113,7 @@ class OpenTools(Protocol):
 
 
 class ToolSource(Protocol):
-    """Where tools come from that have to be opened first: a server, say. An agent opens its sources
+    """A source of tools that has to be opened first: a server, say. An agent opens its sources
     with an episode's first turn and closes them at the episode's end."""
 
     async def open(self) -> OpenTools: ...

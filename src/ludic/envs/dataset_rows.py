@@ -86,7 +86,7 @@ class DatasetEnv(SingleAgentEnv):
         return dataset
 
     def num_rows(self) -> int:
-        """How many rows there are to choose from. Loads the data if that is still to be done."""
+        """How many rows there are to choose from. Loads the data if it is not loaded yet."""
         return self.data.count(self.limit)
 
     def suggested_sysprompt(self, agent_id: str) -> str | None:

@@ -238,7 +238,7 @@ class EnvProcesses:
 
 
 def _surroundings(factory: str) -> Surroundings:
-    """What a new process would be started with: where that differs, an old one is another."""
+    """What a new process would be started with; an old one that had something else will not do."""
     environment = tuple(sorted(os.environ.items()))
     return (factory, os.getpid(), os.getcwd(), tuple(sys.path), environment)
 

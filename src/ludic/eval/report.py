@@ -181,7 +181,7 @@ class EvalReport:
 
     @property
     def success(self) -> Estimate:
-        """The share of episodes that succeeded; raises where nobody said what that is."""
+        """The share of episodes that succeeded; raises if nobody said what that is."""
         self._check_success("success")
         return self.rate(lambda e: bool(e.success))
 

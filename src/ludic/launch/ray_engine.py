@@ -101,7 +101,7 @@ class Runner:
 
 
 def _wrong_with(expected: Expected) -> str | None:
-    """What this node lacks, to be read after its name."""
+    """What this node lacks, as words that follow its name."""
     if not expected.folder.is_dir():
         return f"has no folder {expected.folder}: set cluster.folder to one that all nodes have"
     python = f"{expected.python} (cluster.python)"

@@ -29,7 +29,7 @@ _BY_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A constant, where it comes from (one of `ORIGINS`), and what tells more."""
+    """A constant, where it comes from (one of `ORIGINS`), and details."""
 
     value: float
     origin: str
@@ -112,7 +112,7 @@ _ROUNDS = 20_000
 
 
 def fit(rows: Sequence[Measured], given: Mapping[str, float] | None = None) -> dict[str, float]:
-    """The constants of `rows`, beside those that are `given`. By coordinate descent, so that a
+    """The constants of `rows`, besides those that are `given`. By coordinate descent, so that a
     constant which the rows do not tell stays 0."""
     given = given or {}
     names = sorted({name for features, _ in rows for name in features} - set(given))

@@ -24,7 +24,7 @@ def gpu_hours(option: Option, updates: int) -> float:
 
 
 def table(job: Job, options: Mapping[int, Option | str]) -> str:
-    """A line for each number of GPUs; a text where nothing fits."""
+    """A line for each number of GPUs; text instead of an option says why nothing fits."""
     free = job.free / GIB
     rows: list[Sequence[str]] = [_HEAD]
     notes = []

@@ -123,7 +123,7 @@ def server_slots(job: Job, gpus: int) -> tuple[int, int]:
 
 
 def splits(job: Job, gpus: int) -> Iterator[Split]:
-    """Splits that fit: whole nodes for the trainer where there are several."""
+    """Splits that fit; with several nodes, the trainer has whole ones."""
     if gpus == 1:
         if trainer_plan(job, 1, samples=True).fits(job.free):
             yield Split(1)
@@ -211,7 +211,7 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int]:
 
 
 def host_episode_s(job: Job) -> float:
-    """What an episode takes of the host, beside what its own environment computes."""
+    """The seconds that an episode takes of the host, besides what its environment computes."""
     profile = job.costs.profile
     thread_s = profile["host_thread_s"] if job.threaded else 0.0
     return profile["host_episode_s"] - (0.0 if job.writes else profile["host_write_s"]) + thread_s

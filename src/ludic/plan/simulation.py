@@ -107,7 +107,7 @@ class _Simulation:
         self.submit(episode)
 
     def draw(self, batch: int) -> None:
-        """A batch's lengths and waits: of its own, whatever order things happen in."""
+        """Draws a batch's lengths and waits, which do not depend on the order of events."""
         rng = np.random.default_rng(derive_seed(self.setup.seed, "batch", batch))
         turns = self.work.episodes * self.work.turns
         self.lengths += self.work.lengths.draw(rng, turns)

@@ -29,7 +29,7 @@ class ViewError(LudicError):
 
 
 class QueryError(ViewError):
-    """A question that makes no sense, whatever is in the folders."""
+    """A query that makes no sense, whatever the folders hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,7 +252,7 @@ class RunIndex:
 
 
 def _place(run: RunPlace) -> Path:
-    """Beside the rollouts, or in a temporary folder where nothing can be written."""
+    """Beside the rollouts, or in a temporary folder if that one cannot be written to."""
     place = run.path / FILE
     if os.access(run.path, os.W_OK) and not place.is_symlink():
         return place

@@ -59,7 +59,7 @@ def card(run: RunPlace, curves: CurveStore) -> dict[str, Any]:
 
 
 def details(run: RunPlace, curves: CurveStore) -> dict[str, Any]:
-    """What the page of one run shows beside its rollouts."""
+    """What the page of one run shows besides its rollouts."""
     files = {key: _read(run, name, []) for key, name in _FILES.items()}
     return {**card(run, curves), "keys": curves.keys(run), **files}
 

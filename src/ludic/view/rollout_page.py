@@ -238,7 +238,7 @@ def _parting(texts: Sequence[Sequence[str]]) -> int | None:
 
 
 def _mark_common(turns: list[dict[str, Any]], texts: Sequence[Sequence[str]]) -> None:
-    """Says how many characters of each turn all attempts begin it with, up to where they part."""
+    """Notes for each turn how many characters all attempts share at its start, until they part."""
     for number, turn in enumerate(turns):
         others = [each[number] for each in texts if number < len(each)]
         turn["common"] = min(shared_length(others[0], other) for other in others)

@@ -46,7 +46,7 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """Settings that may only have these values (or none), and why."""
 
 OVERRULED = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Sampling settings, for which the run's hold whatever a request says."""
+"""Sampling settings for which the run's values hold, whatever a request asks for."""
 
 _WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),

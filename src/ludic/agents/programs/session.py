@@ -194,7 +194,7 @@ class Session(ModelCaller):
         asked = _Asked(request, repetition, f"chatcmpl-{secrets.token_hex(12)}", int(time.time()))
         asked.continues = self._continued(request)
         asked.task = asyncio.create_task(self._sample(asked))
-        # Its error is for those who wait; where nobody does, it has been seen here.
+        # Its error is for those who wait. If nobody does, this keeps asyncio from complaining.
         asked.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._asked.append(asked)
         return asked

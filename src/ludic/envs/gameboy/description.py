@@ -142,8 +142,8 @@ class Game(Record, frozen=True, kw_only=True):
 
 
 def read_game(name: str) -> Game:
-    """The description of that name, or in the file of that path; raises `ConfigError` where it
-    does not fit together."""
+    """Returns the description with that name, or from the file at that path; raises
+    `ConfigError` if it does not fit together."""
     try:
         game = msgspec.convert(_read(name), ready(Game))
         faults = list(_faults(game))

@@ -164,7 +164,7 @@ class GameBoyEnv(SingleAgentEnv):
         return self._start
 
     def snapshot(self) -> bytes:
-        """The game as it is, to be written to a file and begun from as one of `states`."""
+        """Returns the game as it is now; written to a file, it can be one of `states`."""
         return self._emulator.snapshot()
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ class Cgroup:
 
     @classmethod
     def create(cls, parent: Path | None = None) -> Cgroup | None:
-        """A new one below `parent`; None where this machine has no place for it."""
+        """Makes a new one below `parent`; returns None if this machine has no place for it."""
         parent = parent or writable_parent()
         if parent is None:
             return None
@@ -107,7 +107,7 @@ def fits(parent: Path) -> bool:
 
 @cache
 def writable_parent() -> Path | None:
-    """The group below which this machine lets us make others; None where there is none. Groups
+    """Returns the group below which this machine lets us make others, or None. Groups
     that a killed process left behind, empty by now, are removed."""
     try:
         own = Path("/proc/self/cgroup").read_text()

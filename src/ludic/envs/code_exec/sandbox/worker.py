@@ -264,7 +264,7 @@ class WorkerProcess:
             raise self._break("the sandbox's worker is gone") from error
 
     def _break(self, why: str) -> SandboxError:
-        """The worker is of no more use. What it last said may tell why."""
+        """Marks the worker as useless. Its last output may say why."""
         if self.broken is None:
             self.broken = why
             with suppress(subprocess.TimeoutExpired):
@@ -319,7 +319,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     def start_worker(self) -> WorkerProcess:
-        """A fresh worker; `SandboxError` where it does not come up."""
+        """Returns a fresh worker; raises `SandboxError` if it does not start."""
 
     def before_run(self, limits: Limits) -> None:
         """Called before each program."""

@@ -303,7 +303,7 @@ def _closed(fd: int) -> int:
 
 
 def empty(folder: str) -> None:
-    """Removes everything in a folder, whatever rights it was given."""
+    """Removes everything in a folder, whatever its permissions."""
     for root, dirs, _ in os.walk(folder):
         for name in dirs:
             with suppress(OSError):
