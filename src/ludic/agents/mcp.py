@@ -231,9 +231,7 @@ class _Connection:
         return None
 
     async def is_alive(self) -> bool:
-        if self._closing.is_set() or self._session is None:
-            return False
-        return await self._ping() is None
+        return not self._closing.is_set() and await self._ping() is None
 
     async def _until_gone(self, request: Any) -> Any:
         """The answer to a request, or a `ToolError` as soon as the connection has ended."""

@@ -48,9 +48,8 @@ class JobSizes:
     def command(self) -> str:
         """A line of shell that starts the run, or resumes it if its folder is there."""
         there = shlex.quote(f"{self.folder}/run.json")
-        return f"if [ -e {there} ]; then exec {shlex.join(self.resume)}; else exec " + (
-            f"{shlex.join(self.start)}; fi"
-        )
+        start, resume = shlex.join(self.start), shlex.join(self.resume)
+        return f"if [ -e {there} ]; then exec {resume}; else exec {start}; fi"
 
 
 def slurm_job(sizes: JobSizes) -> str:

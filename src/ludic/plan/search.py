@@ -166,7 +166,7 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int]:
 
     profile, rate = costs.profile, job.failures_per_gpu_hour
     actors = job.hosts if alone else max(1, ceil(work.episodes / EPISODES_PER_ACTOR))
-    published, streams = not alone, job.mode == "async"
+    streams = job.mode == "async"
     engines = actors if alone and streams else 1
     own = profile["host_own_s"] if alone and actors > 1 and not streams else 0.0
     copied, arrives = costs.handed_over_s() if alone and streams else (0.0, 0.0)
@@ -191,9 +191,9 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int]:
             host_token_s=profile["host_token_s"],
             intake_episode_s=profile["intake_episode_s"] if streams else 0.0,
             intake_token_s=profile["intake_token_s"] if streams else 0.0,
-            publish_s=costs.publish_s(split.servers, split.gpus) if published else copied,
+            publish_s=copied if alone else costs.publish_s(split.servers, split.gpus),
             arrives_s=arrives,
-            pause_s=costs.pause_s if published else 0.0,
+            pause_s=0.0 if alone else costs.pause_s,
             other_s=profile["other_s"],
             lag=_lag(job),
             ahead=job.mode == "ahead",
@@ -202,7 +202,7 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int]:
             in_process=alone,
             checkpoint_every=job.checkpoint_every,
             checkpoint_s=costs.checkpoint_s / split.ranks,
-            server_failures_per_hour=rate * gpus if published else 0.0,
+            server_failures_per_hour=0.0 if alone else rate * gpus,
             trainer_failures_per_hour=rate * split.ranks,
             seed=job.seed,
         ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -168,10 +169,8 @@ def _why(result: RunResult) -> str:
 
 
 def _end(program: Program) -> None:
-    try:
+    with suppress(SandboxError):  # a broken sandbox is noticed when it is used next
         program.kill()
-    except SandboxError:
-        return  # its sandbox is broken, and will be seen to be when it is used next
 
 
 @cache

@@ -115,10 +115,9 @@ class PythonTool:
     def _end(self) -> None:
         program, self._program = self._program, None
         lease, self._lease = self._lease, ExitStack()
-        with lease:
+        with lease, suppress(SandboxError):
             if program is not None:
-                with suppress(SandboxError):
-                    program.kill()
+                program.kill()
 
     def __del__(self) -> None:
         with suppress(Exception):

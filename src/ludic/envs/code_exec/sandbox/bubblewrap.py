@@ -65,21 +65,20 @@ class BubblewrapSandbox(Sandbox):
         try:
             with os.fdopen(filter_w, "wb") as pipe:
                 pipe.write(build_filter("worker"))
-            try:
-                return WorkerProcess(
-                    self._command(filter_r),
-                    {
-                        "mode": "bubblewrap",
-                        "folder": FOLDER,
-                        "filter": build_filter("program").hex(),
-                        "environment": ENVIRONMENT,
-                    },
-                    pass_fds=[filter_r],
-                )
-            except BaseException:
-                if self._cgroup is not None:
-                    self._cgroup.remove()
-                raise
+            return WorkerProcess(
+                self._command(filter_r),
+                {
+                    "mode": "bubblewrap",
+                    "folder": FOLDER,
+                    "filter": build_filter("program").hex(),
+                    "environment": ENVIRONMENT,
+                },
+                pass_fds=[filter_r],
+            )
+        except BaseException:
+            if self._cgroup is not None:
+                self._cgroup.remove()
+            raise
         finally:
             os.close(filter_r)
 
