@@ -15,8 +15,8 @@ export async function ask(name, params = {}, signal) {
 
 const EVERY = 1500;
 
-// Calls `changed` when something about the run is new since `version`, and `told` with every answer.
-export function watch(run, changed, told = () => {}, version = null) {
+// Calls `changed` when something about the run is new since `version`, and `onState` with every answer.
+export function watch(run, changed, onState = () => {}, version = null) {
   let timer = null;
   let ended = false;
   async function look() {
@@ -24,12 +24,12 @@ export function watch(run, changed, told = () => {}, version = null) {
       if (!document.hidden) {
         const state = await ask("state", run ? { run } : {});
         if (ended) return;
-        told(state);
+        onState(state);
         if (version !== null && state.version !== version) changed(state);
         version = state.version;
       }
     } catch (error) {
-      if (!ended) told({ lost: error.message });
+      if (!ended) onState({ lost: error.message });
     }
     if (!ended) timer = setTimeout(look, EVERY);
   }

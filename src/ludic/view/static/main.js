@@ -50,7 +50,7 @@ async function route() {
       show(main, h("div", { class: "empty" }, h("h2", {}, "This cannot be shown"), h("p", {}, visible(error.message)), h("a", { href: "#/" }, "All runs")));
     }
   }
-  if (shown === mine) mine.stop = watch(params.run, (state) => mine.page?.refresh?.(state), told, version);
+  if (shown === mine) mine.stop = watch(params.run, (state) => mine.page?.refresh?.(state), onState, version);
 }
 
 function again() {
@@ -66,13 +66,13 @@ function leave() {
   live.className = "live";
 }
 
-function told(state) {
+function onState(state) {
   const text = state.lost ? "no answer from the server"
     : state.progress ? `indexing ${(100 * state.progress).toFixed(0)} %`
     : state.state === "running" ? "live" : "";
   if (live.textContent !== text) show(live, text);
   live.className = `live ${state.lost ? "lost" : state.state ?? ""}`;
-  shown?.page?.told?.(state);
+  shown?.page?.onState?.(state);
 }
 
 function trail(page, params) {

@@ -154,7 +154,7 @@ export async function open(root, params) {
       facets = await ask("facets", { run });
       await draw(params, true);
     },
-    told: (state) => show(damage, problems([...(state.notes ?? []).map((n) => `${n.file}: ${n.what}`), ...(state.error ? [state.error] : [])])),
+    onState: (state) => show(damage, problems([...(state.notes ?? []).map((n) => `${n.file}: ${n.what}`), ...(state.error ? [state.error] : [])])),
     key: (event) => {
       if (event.key === "j" || event.key === "ArrowDown") at = Math.min(at + 1, rows.length - 1);
       else if (event.key === "k" || event.key === "ArrowUp") at = Math.max(at - 1, 0);

@@ -45,7 +45,7 @@ export async function open(root, params) {
       fill();
       await wall.draw(params);
     },
-    told: (state) => show(damage, problems([...(state.notes ?? []).map((n) => `${n.file}: ${n.what}`), ...(state.error ? [state.error] : [])])),
+    onState: (state) => show(damage, problems([...(state.notes ?? []).map((n) => `${n.file}: ${n.what}`), ...(state.error ? [state.error] : [])])),
     close: wall.close,
   };
 }
