@@ -305,9 +305,10 @@ def _closed(fd: int) -> int:
 def empty(folder: str) -> None:
     """Removes everything in a folder, whatever its permissions."""
     for root, dirs, _ in os.walk(folder):
-        for name in dirs:
-            with suppress(OSError):
-                os.chmod(os.path.join(root, name), 0o700)
+        for path in [os.path.join(root, name) for name in dirs]:
+            if not os.path.islink(path):  # which may point anywhere
+                with suppress(OSError):
+                    os.chmod(path, 0o700)
     for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path, ignore_errors=True)
