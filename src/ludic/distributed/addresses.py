@@ -38,11 +38,11 @@ def address_towards(url: str, family: int = 0) -> str:
     """Returns the address of this machine by which it reaches another; raises `OSError` where there
     is no way."""
     there = urlsplit(url)
-    found = socket.getaddrinfo(
+    infos = socket.getaddrinfo(
         there.hostname or "127.0.0.1", there.port or 80, family, socket.SOCK_DGRAM
     )
-    with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:  # sends nothing
-        probe.connect(found[0][4])
+    with socket.socket(infos[0][0], socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect(infos[0][4])
         return str(probe.getsockname()[0])
 
 

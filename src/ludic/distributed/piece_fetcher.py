@@ -92,7 +92,7 @@ class _Fetch:
                 if written != len(data):  # as in shared memory that is full
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.file.digits[piece] = digit
-            if all(known == HAS for known in self.file.digits):
+            if all(d == HAS for d in self.file.digits):
                 self.over.set()
 
     def fail(self, why: str, kind: type[PublishError] = PublishError) -> None:
@@ -133,13 +133,13 @@ class PieceFetcher:
     def leave(self) -> None:
         """Has the trainer forget that this host has its newest file, if it answers at once."""
         if (job := self._job) is not None and self.server is not None:
-            said = {"address": self.server.url, "digits": "", "left_out": [], "wanted": []}
+            farewell = {"address": self.server.url, "digits": "", "left_out": [], "wanted": []}
             with suppress(SourceError):
                 get(
                     *(job.source.url, f"/{job.source.checksum}/pieces", job.source.key, None),
                     silence_s=_LEAVE_S,
                     until=time.monotonic() + _LEAVE_S,
-                    body=json.dumps(said).encode(),
+                    body=json.dumps(farewell).encode(),
                 )
 
     def give_up(self, why: str) -> None:

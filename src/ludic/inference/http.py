@@ -75,7 +75,7 @@ class Connections:
             connection = self.by_loop.get(loop)
             if connection is not None and not connection.session.closed:
                 return connection
-            left = [self.by_loop.pop(k) for k in list(self.by_loop) if k.is_closed()]
+            closed = [self.by_loop.pop(k) for k in list(self.by_loop) if k.is_closed()]
             # Servers close after 5 s of silence; `slots` bound what is open, not the connector.
             pooled = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
             made = Connection(
@@ -87,7 +87,7 @@ class Connections:
                 asyncio.Semaphore(self._max_concurrency),
             )
             self.by_loop[loop] = made
-        for connection in left:
+        for connection in closed:
             await connection.close()
         return made
 
@@ -133,13 +133,13 @@ async def ask(
         raise UnreachableError(f"{url} did not answer: {type(exc).__name__}: {exc}") from exc
     except aiohttp.ClientError as exc:
         raise InferenceError(f"{url}: {type(exc).__name__}: {exc}") from exc
-    said = f"{url} answered HTTP {status}: {_reason(data)}"
+    refusal = f"{url} answered HTTP {status}: {_reason(data)}"
     if status in RETRIED_STATUSES:
-        raise UnreachableError(said, status=status, retry_after_s=retry_after_s(answered))
+        raise UnreachableError(refusal, status=status, retry_after_s=retry_after_s(answered))
     if status in (401, 403):
-        raise RequestRejectedError(f"{said}. Check the api_key")
+        raise RequestRejectedError(f"{refusal}. Check the api_key")
     if not 200 <= status < 300:
-        raise RequestRejectedError(said)
+        raise RequestRejectedError(refusal)
     if plain:
         return data.decode("utf-8", "replace")
     try:
@@ -157,12 +157,12 @@ def excerpt(value: Any, limit: int = 200) -> str:
 def _reason(data: bytes, limit: int = 600) -> str:
     """The message in an error's body, whatever its shape."""
     try:
-        found = json.loads(data)
+        part = json.loads(data)
         for key in ("error", "detail", "message"):
-            if isinstance(found, Mapping) and key in found:
-                found = found[key]
-        if isinstance(found, str):
-            return found[:limit]
+            if isinstance(part, Mapping) and key in part:
+                part = part[key]
+        if isinstance(part, str):
+            return part[:limit]
     except ValueError:
         pass
     return data[:limit].decode("utf-8", "replace").strip() or "(no text)"

@@ -53,15 +53,15 @@ def check_given(config: RunConfig, run: str) -> None:
         )
 
 
-def how_to_go_on(config: RunConfig, run: Path) -> str:
+def how_to_resume(config: RunConfig, run: Path) -> str:
     """Returns what to do with a run that was stopped, as the end of a sentence."""
     if not config.training.resumable:
         return f"it is not resumable: start another from its weights, with model.name={run}"
-    return f"resume it with: {how_to_resume(config, str(run))}"
+    return f"resume it with: {_resume_command(config, str(run))}"
 
 
-def how_to_resume(config: RunConfig, run: str) -> str:
-    """Returns how to resume a run: by the command, or from Python where it needs its objects."""
+def _resume_command(config: RunConfig, run: str) -> str:
+    """The command that resumes a run, or the call from Python where it needs its objects."""
     given = given_names(config.plain())
     if given:
         return _resuming(run, given)

@@ -180,15 +180,15 @@ def _engine(config: RunConfig, shape: ModelShape, on_gpu: bool) -> Engine | None
     inference = config.inference
     if inference.backend != "local" or not samples(config):
         return None
-    said, limit = inference.max_context_tokens, shape.positions
-    if said is not None and limit is not None and said > limit:
+    context, limit = inference.max_context_tokens, shape.positions
+    if context is None:
+        device = "cuda" if on_gpu else "cpu"
+        context = default_context(limit or config.training.max_seq_len, device)
+    elif limit is not None and context > limit:
         raise ConfigError(
-            f"inference.max_context_tokens={said} is more than the {limit} positions of "
+            f"inference.max_context_tokens={context} is more than the {limit} positions of "
             f"{config.model.name!r}: set it to {limit} at most"
         )
-    context = said or default_context(
-        limit or config.training.max_seq_len, "cuda" if on_gpu else "cpu"
-    )
     if on_gpu:
         return Engine(config.slots, context, bool(inference.deterministic))
     return Engine(min(config.slots, _CPU_SLOTS), min(context, config.training.max_seq_len))
@@ -230,8 +230,8 @@ def _plan_that_fits(config: RunConfig, shape: ModelShape, device: torch.device, 
 
 
 def _refused(config: RunConfig, plan: Plan, free: int, why: str) -> OutOfMemoryError:
-    found = remedies(plan, free, config.training.max_seq_len)
-    helps = "".join(f"\n  {remedy}" for remedy in found) or "\n  nothing here: it is too large"
+    advice = remedies(plan, free, config.training.max_seq_len)
+    helps = "".join(f"\n  {remedy}" for remedy in advice) or "\n  nothing here: it is too large"
     table = indent(plan.table(free), "  ")
     place = "the GPU" if plan.training.device == "cuda" else "this machine"
     return OutOfMemoryError(

@@ -129,10 +129,10 @@ def _blocks(kind: str) -> bool | None:
         return None
 
 
-def _shape(config: RunConfig, said: str | None) -> ModelShape:
+def _shape(config: RunConfig, published: str | None) -> ModelShape:
     """Of a configuration at hand, or of a published model."""
-    if said is not None:
-        return shape_named(said)
+    if published is not None:
+        return shape_named(published)
     if config.model.name == "tiny":
         return shape_of(build_model(config)[0]) or shape_named("tiny")
     return shape_by_name(config.model) or shape_named(config.model.name)
@@ -266,17 +266,17 @@ def measure_profile(run: str, overrides: Sequence[str] = ()) -> Profile:
     (few, quick), (many, slow) = passes
     share = few["pass_flop_s"] / many["pass_flop_s"]
     least = max((quick - share * slow) / (1 - share), 0.0) / shape.layers
-    found = fit(steps, alone) | alone | fit(passes[1:], silent) | silent
-    found |= {"pass_layer_s": least, "pass_launch_s": least, "pass_launch_adapter_s": 0.0}
+    values = fit(steps, alone) | alone | fit(passes[1:], silent) | silent
+    values |= {"pass_layer_s": least, "pass_launch_s": least, "pass_launch_adapter_s": 0.0}
     if device.type == "cuda":
-        found["host_gb_s"] = host_gb_s(device)
+        values["host_gb_s"] = host_gb_s(device)
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_memory()
-    found["memory_gib"] = total / GIB
-    measured = like.with_figures("measured", f"ludic calibrate, {config.model.name}", **found)
+    values["memory_gib"] = total / GIB
+    measured = like.with_figures("measured", f"ludic calibrate, {config.model.name}", **values)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     figures = {
         name: figure
-        if name in found or figure.origin in ("assumed", "data sheet")
+        if name in values or figure.origin in ("assumed", "data sheet")
         else replace(figure, origin="measured on another machine", source=like.machine)
         for name, figure in measured.figures.items()
     }

@@ -75,9 +75,9 @@ async def watch_model(
 ) -> list[Rollout]:
     """Plays one episode of `env` with the model that a configuration describes."""
     mixes = (requests_of(config), requests_of(config, held_out=True))
-    known = {request.env.kind: request for mix in mixes for request, _ in mix.values()}
-    request = known.get(env.kind) or next(iter(known.values()))
-    kwargs = {**(request.env.kwargs if env.kind in known else {}), **env.kwargs}
+    by_kind = {request.env.kind: request for mix in mixes for request, _ in mix.values()}
+    request = by_kind.get(env.kind) or next(iter(by_kind.values()))
+    kwargs = {**(request.env.kwargs if env.kind in by_kind else {}), **env.kwargs}
     request = structs.replace(
         request,
         env=EnvSpec(env.kind, kwargs),

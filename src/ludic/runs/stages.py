@@ -14,7 +14,7 @@ from ludic.eval import EvalReport
 from ludic.rollouts.token_log import open_token_log
 from ludic.runs.episodes import evaluate_policy
 from ludic.runs.interruption import interruptible, rare_collections
-from ludic.runs.locate import how_to_go_on
+from ludic.runs.locate import how_to_resume
 from ludic.runs.memory import plan_loaded, try_plan
 from ludic.runs.model import sft_algorithm
 from ludic.runs.players.teacher import write_lessons
@@ -84,7 +84,7 @@ class Stages:
                     if not run.resumed:
                         folder.abandon()
                     if folder.path.exists():
-                        say(f"what the run has so far stays; {how_to_go_on(config, folder.path)}")
+                        say(f"what the run has so far stays; {how_to_resume(config, folder.path)}")
                     raise
 
     async def _lead(self) -> None:
@@ -102,7 +102,7 @@ class Stages:
                 await self._all()
                 seconds, warnings = time.monotonic() - started, self.warnings()
                 if self.stopped:
-                    say(f"stopped; {how_to_go_on(config, run.folder.path)}")
+                    say(f"stopped; {how_to_resume(config, run.folder.path)}")
                 elif samples(config):
                     await conclude(config, run.folder, self.reports, run.runtime, seconds, warnings)
                 else:

@@ -183,7 +183,7 @@ class RunFolder:
 
 def origin() -> dict[str, Any]:
     """Where a result came from: versions, git, machine and the command."""
-    versions = {package: found for package in PACKAGES if (found := installed(package))}
+    versions = {package: version for package in PACKAGES if (version := installed(package))}
     return {
         "versions": {"python": platform.python_version(), **versions},
         "git": _git_state(),

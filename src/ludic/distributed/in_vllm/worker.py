@@ -68,8 +68,8 @@ class WorkerExtension:
         if engine is None or not hasattr(engine, "receipt"):
             return {"error": f"the server was started without the weight transfer {BACKEND!r}"}
         tensors = engine.receipt()
-        known = {"applied": engine.applied, "holds": engine.holds, "seconds": engine.seconds}
-        return {"tensors": tensors, **known}
+        state = {"applied": engine.applied, "holds": engine.holds, "seconds": engine.seconds}
+        return {"tensors": tensors, **state}
 
     def ludic_place(self) -> dict[str, Any]:
         """Where this worker is: whose shared memory it sees, and its GPU."""
@@ -115,8 +115,8 @@ def _tensors(adapter: Any, packed: dict[str, list[str]]) -> Iterator[tuple[str, 
         several = isinstance(layer.lora_a, list)
         names = packed.get(module, []) if several else [module]
         for kind in ("lora_a", "lora_b"):
-            found = getattr(layer, kind)
-            for index, tensor in enumerate(found if several else [found]):
+            matrices = getattr(layer, kind)
+            for index, tensor in enumerate(matrices if several else [matrices]):
                 if tensor is not None:
                     name = names[index] if index < len(names) else f"{module}.{index}"
                     yield f"{name}.{'lora_A' if kind == 'lora_a' else 'lora_B'}", tensor

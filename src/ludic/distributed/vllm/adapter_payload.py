@@ -230,11 +230,11 @@ def _differing(sent: Mapping[str, Tensor], arrived: Mapping[str, list[Any]]) -> 
     if expected.keys() == arrived.keys():
         return [n for n, e in expected.items() if arrived[n] != e]
     # Some models have other names inside vLLM: then as many of each kind must be there.
-    left = Counter(str(value) for value in arrived.values())
+    unmatched = Counter(str(value) for value in arrived.values())
     wrong = []
     for name, value in expected.items():
-        if left[str(value)]:
-            left[str(value)] -= 1
+        if unmatched[str(value)]:
+            unmatched[str(value)] -= 1
         else:
             wrong.append(name)
     return wrong
@@ -342,12 +342,12 @@ class AdapterPayload(Payload):
 
     async def _unload_idle(self, replica: Replica) -> None:
         async with self._unloading:
-            left = replica not in self.client.replicas
+            removed = replica not in self.client.replicas
             for old in [s for s in self.old[replica] if not s.requests]:
-                if old.adapter is not None and not left:
+                if old.adapter is not None and not removed:
                     await AdapterServer(self, replica).unload(old.adapter)
                 self.old[replica].remove(old)
-            if left and not self.old[replica]:
+            if removed and not self.old[replica]:
                 del self.old[replica]
 
     def keep_tidying(self) -> None:

@@ -55,7 +55,7 @@ class AdapterWeights:
 
 def ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The rank of each module's adapter; raises where A and B do not belong together."""
-    found: dict[str, int] = {}
+    by_module: dict[str, int] = {}
     for name, a in tensors.items():
         if not name.endswith(SUFFIXES):
             raise ConfigError(
@@ -70,12 +70,12 @@ def ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         if b is None or a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
             has = None if b is None else tuple(b.shape)
             raise ConfigError(f"{module}: A is {tuple(a.shape)} and B is {has}: no adapter")
-        found[module] = int(a.shape[0])
-    if len(found) * 2 != len(tensors) or not found:
+        by_module[module] = int(a.shape[0])
+    if len(by_module) * 2 != len(tensors) or not by_module:
         raise ConfigError(
-            f"{len(tensors)} tensors, but {len(found)} pairs of A and B: not an adapter"
+            f"{len(tensors)} tensors, but {len(by_module)} pairs of A and B: not an adapter"
         )
-    return found
+    return by_module
 
 
 def adapter_config(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -144,15 +144,15 @@ def _check_settings(settings: Any) -> None:
 
 
 def _layers(model: nn.Module, adapter: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
     for name, module in model.named_modules():
         if adapter in getattr(module, "lora_embedding_A", {}):
             raise _refusal(f"{plain_name(name)} is an embedding with an adapter")
         if adapter in getattr(module, "lora_A", {}):
-            found[PREFIX + plain_name(name)] = module
-    if not found:
+            layers[PREFIX + plain_name(name)] = module
+    if not layers:
         raise ConfigError(f"the adapter {adapter!r} has no layers: nothing to publish")
-    return found
+    return layers
 
 
 def _check_layers(model: nn.Module, layers: Mapping[str, Any], adapter: str) -> None:

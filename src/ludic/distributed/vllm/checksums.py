@@ -28,20 +28,20 @@ def checksums(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     since their factors differ, but for values that lie a large power of two apart. It tells
     accidents, not forgeries. A GPU sums many tensors at once, and is waited for once.
     """
-    found: dict[str, int] = {}
+    sums: dict[str, int] = {}
     elsewhere: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in pairs:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        found[name] = flat.numel()
+        sums[name] = flat.numel()
         words = _words(flat)
         if words.device.type == "cpu":
-            found[name] = _signed(found[name] + _sum_on_cpu(words.numpy()))
+            sums[name] = _signed(sums[name] + _sum_on_cpu(words.numpy()))
         else:
             elsewhere.setdefault(words.device, {})[name] = words
     for group in elsewhere.values():
         for name, total in zip(group, sums_together(list(group.values())), strict=True):
-            found[name] = _signed(found[name] + total)
-    return found
+            sums[name] = _signed(sums[name] + total)
+    return sums
 
 
 def receipt(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, list[Any]]:

@@ -290,12 +290,12 @@ class Delivery(ABC, Generic[Server]):
 
     def drop_lost(self) -> None:
         """Goes on without servers that are lost; raises where none is left."""
-        left = [server for server in self.servers if not server.lost]
-        if not left:
+        remaining = [server for server in self.servers if not server.lost]
+        if not remaining:
             why = "; ".join(server.replica.describe() for server in self.servers)
             kind = ServersAwayError if all(s.away for s in self.servers) else PublishError
             raise kind(f"no server is left for version {self.job.version}: {why}")
-        self.servers = left
+        self.servers = remaining
 
     @abstractmethod
     async def stage(self) -> None:

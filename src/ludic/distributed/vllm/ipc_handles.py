@@ -109,16 +109,16 @@ def open_tensors(update: Mapping[str, Any], device: torch.device) -> list[tuple[
     """The tensors of `Exports.describe`, in another process. Raises where they lie on another
     GPU. What wrote them must be done: nothing here waits for it."""
     opened = [_open(handle, device) for handle in update["memory"]]
-    found = []
+    tensors = []
     for place in update["tensors"]:
         dtype, shape = getattr(torch, place["dtype"]), place["shape"]
         if "memory" not in place:
-            found.append((place["name"], torch.empty(shape, dtype=dtype, device=device)))
+            tensors.append((place["name"], torch.empty(shape, dtype=dtype, device=device)))
             continue
         size = torch.Size(shape).numel() * dtype.itemsize
         part = opened[place["memory"]][place["offset"] : place["offset"] + size]
-        found.append((place["name"], part.view(dtype).view(shape)))
-    return found
+        tensors.append((place["name"], part.view(dtype).view(shape)))
+    return tensors
 
 
 def share_storage(tensor: Tensor) -> dict[str, Any]:
@@ -140,10 +140,10 @@ def share_storage(tensor: Tensor) -> dict[str, Any]:
 def driver_segments(device: int) -> list[Segment]:
     """The pieces that torch's allocator got from the driver whole; expandable ones, which grow
     bit by bit, are not among them."""
-    found = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     return [
         Segment(segment["address"], segment["total_size"])
-        for segment in found
+        for segment in segments
         if segment["device"] == device and not segment.get("is_expandable", True)
     ]
 

@@ -46,12 +46,12 @@ class Place:
         return Place(shared_memory_id(), str(get_device_properties(device).uuid))
 
     @staticmethod
-    def read(said: Any) -> Place | None:
+    def read(answer: Any) -> Place | None:
         """The place that a worker said it is at; None where it said nothing of the kind."""
-        if not isinstance(said, Mapping) or not isinstance(said.get("memory"), str):
+        if not isinstance(answer, Mapping) or not isinstance(answer.get("memory"), str):
             return None
-        gpu = said.get("gpu")
-        return Place(said["memory"], None if gpu is None else str(gpu))
+        gpu = answer.get("gpu")
+        return Place(answer["memory"], None if gpu is None else str(gpu))
 
 
 def shared_memory_id() -> str:

@@ -64,8 +64,8 @@ def _places(max_tokens: int, window: int | None) -> list[int]:
 
 def _visible(rule: Callable[..., Any], last: int, keys: Tensor) -> Tensor:
     query = torch.full_like(keys[:1, None], last)
-    found = rule(torch.zeros_like(query), torch.zeros_like(query), query, keys[None])
-    return torch.as_tensor(found, dtype=torch.bool, device=keys.device).expand(1, len(keys))[0]
+    seen = rule(torch.zeros_like(query), torch.zeros_like(query), query, keys[None])
+    return torch.as_tensor(seen, dtype=torch.bool, device=keys.device).expand(1, len(keys))[0]
 
 
 # By thread: two engines may be made at once.
@@ -149,10 +149,10 @@ class _WatchedLayout:
 
     def attend(self, call: AttentionCall) -> Tensor:
         self.calls[call.layer] += 1
-        found, wanted = tuple(call.k.shape[1:]), (self.shape.kv_heads, self.shape.head_dim)
-        if found != wanted or call.v.shape != call.k.shape:
+        shape, wanted = tuple(call.k.shape[1:]), (self.shape.kv_heads, self.shape.head_dim)
+        if shape != wanted or call.v.shape != call.k.shape:
             raise ConfigError(
-                f"layer {call.layer} has keys of shape {found}, its configuration says {wanted}: "
+                f"layer {call.layer} has keys of shape {shape}, its configuration says {wanted}: "
                 f"the in-process engine does not know this family; {_INSTEAD}"
             )
         if self.calls[call.layer] > 1:

@@ -84,8 +84,8 @@ def _place(weights: Tensor, fraction: Tensor) -> Tensor:
     """The index at which a row's running sum passes `fraction` of its total."""
     upto = weights.double().cumsum(-1)
     target = (fraction * upto[:, -1])[:, None]
-    found = torch.searchsorted(upto, target, right=True)[:, 0]
-    return found.clamp_(max=weights.shape[1] - 1)
+    index = torch.searchsorted(upto, target, right=True)[:, 0]
+    return index.clamp_(max=weights.shape[1] - 1)
 
 
 def draw(scaled: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,14 +201,14 @@ def draw_outcomes(work: Sequence[Work], logits: Tensor, last_rows: Sequence[int]
         record,
         scored,
     )
-    found = sample(logits, rows)
-    tokens, logprobs = found.tokens.tolist(), found.logprobs.tolist()
+    sampled = sample(logits, rows)
+    tokens, logprobs = sampled.tokens.tolist(), sampled.logprobs.tolist()
     outcomes = []
     for item, last in zip(work, last_rows, strict=True):
         its_rows = range(last + 1 - item.count, last + 1) if item.sequence.scores_prompt else ()
-        scores = [found.scored[row] for row in its_rows if row in found.scored]
+        scores = [sampled.scored[row] for row in its_rows if row in sampled.scored]
         if item.samples:
-            kept = found.kept.get(last, ())
+            kept = sampled.kept.get(last, ())
             outcomes.append(Outcome(tokens[last], logprobs[last], kept, scores))
         else:
             outcomes.append(Outcome(scored=scores))

@@ -343,8 +343,8 @@ class Scheduler:
 
     def _leave(self, sequences: Seq[Sequence], *, wipe: bool = False) -> list[tuple[int, int]]:
         """Those that go on may move; returns from which slot, to which."""
-        left = set(sequences)
-        self.running = [s for s in self.running if s not in left]
+        leaving = set(sequences)
+        self.running = [s for s in self.running if s not in leaving]
         for sequence in sequences:
             self._by_prompt.remove(sequence.prompt_key, sequence)
         return self.memory.release(sequences, wipe=wipe)

@@ -73,8 +73,8 @@ class Sequence(Tenant, eq=False, kw_only=True):
     def known_tokens(self) -> NDArray[np.int64]:
         """The tokens whose keys and values are in the slot and may be kept. The last one of a
         sequence that ended is not: nothing was computed from it."""
-        known = min(self.computed, len(self.tokens) - 1)
-        return np.asarray(self.tokens[:known], dtype=np.int64)
+        count = min(self.computed, len(self.tokens) - 1)
+        return np.asarray(self.tokens[:count], dtype=np.int64)
 
     @property
     def generated(self) -> int:

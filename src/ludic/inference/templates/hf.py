@@ -139,9 +139,9 @@ class HFChatTemplate:
             "variables": variables, "trust_content": trust_content, "today": today
         }  # fmt: skip
         self._for_tools: HFChatTemplate | None = None
-        known = {**tokenizer.special_tokens_map, **(variables or {})}
+        values = {**tokenizer.special_tokens_map, **(variables or {})}
         self._plain, self._with_tools = (
-            JinjaTemplate(source, known, today) for source in _sources(tokenizer)
+            JinjaTemplate(source, values, today) for source in _sources(tokenizer)
         )
         self._markers = ("<think>", "</think>", *(tool_parser.markers if tool_parser else ()))
         self._lock, self._choosing = threading.Lock(), threading.Lock()
@@ -290,9 +290,9 @@ class HFChatTemplate:
         if closing.token_id is None or self._trust_content:
             trimmed = sampled.strip()
             after_space = start + len(text[start:]) - len(text[start:].lstrip())
-            for said, at in ((sampled, start), (trimmed, start), (trimmed, after_space)):
-                if text.startswith(said + mark, at):
-                    return at + len(said)
+            for content, at in ((sampled, start), (trimmed, start), (trimmed, after_space)):
+                if text.startswith(content + mark, at):
+                    return at + len(content)
         # Guarded content cannot spell the closing token: the first one is the template's.
         return text.find(mark, start) if closing.token_id is not None else -1
 
@@ -301,12 +301,12 @@ class HFChatTemplate:
     ) -> _Rendered | Fork:
         """The previous prompt's text: remembered, or rendered again and held against its ids."""
         with self._lock:
-            found = self._remembered.get(hash(previous.prompt_token_ids))
-        if found is not None:
-            if found.tools is not tools and (found.tools or None) != (tools or None):
+            remembered = self._remembered.get(hash(previous.prompt_token_ids))
+        if remembered is not None:
+            if remembered.tools is not tools and (remembered.tools or None) != (tools or None):
                 return Fork(ForkReason.TOOLS_CHANGED, "the tools are not those of the last call")
-            if found.messages == tuple(messages):
-                return found
+            if remembered.messages == tuple(messages):
+                return remembered
         guarded = self._guard.messages(messages)
         text = self._text(guarded, tools)
         spelled = self.codec.decode(previous.prompt_token_ids)

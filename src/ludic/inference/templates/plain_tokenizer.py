@@ -93,14 +93,14 @@ def load_plain_tokenizer(name_or_path: str) -> PlainTokenizer:
 def _template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
     if (file := folder / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
-    found = config.get("chat_template")
-    if found is None and (file := folder / "chat_template.json").is_file():
-        found = _json(file).get("chat_template")
-    if isinstance(found, list):
-        return {entry["name"]: entry["template"] for entry in found}
-    return found
+    template = config.get("chat_template")
+    if template is None and (file := folder / "chat_template.json").is_file():
+        template = _json(file).get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return template
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content

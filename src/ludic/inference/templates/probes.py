@@ -84,9 +84,9 @@ class TemplateProbes:
 
     def reads_call(self, parser: ToolParser) -> bool:
         """Whether the parser reads a call back from the way in which the template spells it."""
-        said, called = (self._message([_USER, m]) for m in (_REPLY, _CALL))
-        header = said.partition(_REPLIED)[0].strip()
-        parsed = parser.parse(called.strip().removeprefix(header))
+        reply, call = (self._message([_USER, m]) for m in (_REPLY, _CALL))
+        header = reply.partition(_REPLIED)[0].strip()
+        parsed = parser.parse(call.strip().removeprefix(header))
         read = [(c["function"]["name"], c["function"]["arguments"]) for c in parsed.tool_calls]
         return not parsed.errors and read == [(_REPLIED, _ARGUMENTS)]
 

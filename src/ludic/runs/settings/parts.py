@@ -105,9 +105,9 @@ class OtherModelSection(KeyedSection):
             raise ValueError("give either a `model` (as model.name) or the address of a `server`")
         of_server = {"served_name", "api_key_env", "api_key_file"}
         unfit = {"revision", "device", "kwargs"} if self.server is not None else of_server
-        if said := [name for name in sorted(unfit) if getattr(self, name)]:
+        if misplaced := [name for name in sorted(unfit) if getattr(self, name)]:
             this, other = ("model", "server") if self.server is None else ("server", "model")
-            raise ValueError(f"{said[0]} belongs to a `{other}`, and this is a `{this}`")
+            raise ValueError(f"{misplaced[0]} belongs to a `{other}`, and this is a `{this}`")
         return self
 
 

@@ -58,9 +58,9 @@ def _alike(*modules: nn.Module) -> tuple[Projection, ...] | None:
     """Their weights, if one kernel can multiply with all of them: matrices in a half type, of sizes
     that tiles divide, all with a bias or none, all with an adapter of one rank or none."""
     weights = [_weights(m) for m in modules]
-    found = tuple(w for w in weights if w is not None and _tiles_divide(w.base.weight))
-    kinds = {(w.base.bias is None, *(a.down.shape[0] for a in w.adapters)) for w in found}
-    return found if len(found) == len(modules) and len(kinds) == 1 else None
+    tileable = tuple(w for w in weights if w is not None and _tiles_divide(w.base.weight))
+    kinds = {(w.base.bias is None, *(a.down.shape[0] for a in w.adapters)) for w in tileable}
+    return tileable if len(tileable) == len(modules) and len(kinds) == 1 else None
 
 
 def _tiles_divide(weight: Tensor) -> bool:

@@ -351,8 +351,8 @@ class PipelinedScheduler(Scheduler):
     def _retire(self, sequences: Seq[Sequence]) -> None:
         # Leaving takes as long for many as for one.
         self._ended += sequences
-        left = set(sequences)
-        self.running = [s for s in self.running if s not in left]
+        ended = set(sequences)
+        self.running = [s for s in self.running if s not in ended]
         if len(self._ended) > len(self.running) // 4:
             self._clear_out()
 
@@ -370,12 +370,12 @@ class PipelinedScheduler(Scheduler):
             batch.arena.kv[:, :, slots, :, positions] = 0
         moves = super()._leave(sequences, wipe=wipe)
         batch.move_rows(moves)
-        left = len(batch.arena.tenants)
-        batch.clear_rows(left, before)
+        tenants = len(batch.arena.tenants)
+        batch.clear_rows(tenants, before)
         if moves:
             # What those that moved have sampled is not known yet, so neither is what they wrote.
             longest = max(self._in_slots()[target].computed for _, target in moves)
-            batch.arena.kv[:, :, left:before, :, :longest] = 0
+            batch.arena.kv[:, :, tenants:before, :, :longest] = 0
         return moves
 
 
