@@ -37,8 +37,7 @@ def train(env: Any, **settings: Any) -> Run:
     an earlier run's folder, or a loaded `(model, tokenizer)`. The other arguments are those of
     `Run`. With a `cluster` it is launched, as `ludic launch` does it.
     """
-    run = _made(env, settings)
-    return run.go() if run.config.cluster is None else _launched(run)
+    return _finished(_made(env, settings))
 
 
 def sft(env: Any, **settings: Any) -> Run:
@@ -70,8 +69,7 @@ def resume(
     overrides = [] if steps is None else [f"training.steps={steps}"]
     if loggers is not None:
         overrides.append(f"logging.loggers={list(loggers)}")
-    run = Run.from_folder(folder, overrides, **parts)
-    return run.go() if run.config.cluster is None else _launched(run)
+    return _finished(Run.from_folder(folder, overrides, **parts))
 
 
 def evaluate(run: Any, *, episodes: int | None = None, **settings: Any) -> EvalReport:
@@ -117,8 +115,11 @@ def _made(env: Any, settings: dict[str, Any]) -> Run:
     return Run(env, **settings)
 
 
-def _launched(run: Run) -> Run:
-    """Trains a run with a `cluster` in processes of its own, and returns it as they left it."""
+def _finished(run: Run) -> Run:
+    """Trains a run; one with a `cluster` in processes of its own, and returns it as they left
+    it."""
+    if run.config.cluster is None:
+        return run.go()
     from ludic.runs.pipeline.attaching import launch_run  # which needs the extra `redis`
 
     launch_run(run)

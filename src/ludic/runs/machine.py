@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ludic.errors import LudicError
 
+_PACKAGES = ("ludic-rl", "torch", "transformers", "tokenizers", "numpy", "peft", "vllm")
 _OPTIONAL = ("vllm", "redis", "wandb", "tensorboard", "datasets", "peft", "matplotlib")
 """Packages of extras, each of its own name but for matplotlib's."""
 
@@ -95,6 +96,12 @@ def _vllm() -> MachineFact:
         return MachineFact("vllm", "missing", remedy)
     kind = "CPU build" if build.cpu else "CUDA build"
     return MachineFact("vllm", f"{build.version}, {kind}, at {build.python}")
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that a result depends on."""
+    packages = {name: version for name in _PACKAGES if (version := installed(name))}
+    return {"python": platform.python_version(), **packages}
 
 
 def installed(name: str) -> str | None:

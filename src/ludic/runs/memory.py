@@ -154,15 +154,14 @@ def plan_run(config: RunConfig, shape: ModelShape, device: torch.device, free: i
     if server_shares_gpu(config, device):
         need = need_of_server(config, shape)
         others[SERVER] = need.least if need else 0
-    plan = Plan(shape, how, _engine(config, shape, on_gpu), others)
-    plan = replace(plan, others={**others, **_other_models(config, plan, device)})
+    plan = Plan(shape, how, _engine(config, shape, on_gpu))
+    others |= _other_models(config, plan, device)
     if copies := training.past_opponents:
         sampling = plan.engine_memory(plan.engine).total if plan.engine else 0
-        size = copies * (sampling + shape.parameters * how.weight_item)
-        plan = replace(plan, others={**plan.others, "past opponents": size})
+        others["past opponents"] = copies * (sampling + shape.parameters * how.weight_item)
     free = free if on_gpu else free // ranks
     plan = settled(
-        plan,
+        replace(plan, others=others),
         free,
         training.max_seq_len,
         tokens=training.micro_token_budget,

@@ -35,12 +35,11 @@ from ludic.registry import ENVS
 from ludic.rollouts.storage import read_rollouts
 from ludic.runs.episodes import import_user_modules
 from ludic.runs.locate import locate, read_run
-from ludic.runs.machine import installed
+from ludic.runs.machine import versions
 from ludic.runs.memory import plan_run, shape_by_name, trainer_settings
 from ludic.runs.model import algorithm_of, build_model, local_client
 from ludic.runs.results.terminal import read_curve
 from ludic.runs.settings import RunConfig
-from ludic.runs.storage import PACKAGES
 from ludic.sharding.world import World
 from ludic.training.update.budget import host_memory, shape_of
 from ludic.training.update.calibrate import synthetic_batch, update_fits
@@ -280,12 +279,11 @@ def measure_profile(run: str, overrides: Sequence[str] = ()) -> Profile:
         else replace(figure, origin="measured on another machine", source=like.machine)
         for name, figure in measured.figures.items()
     }
-    versions = {package: version for package in PACKAGES if (version := installed(package))}
     return Profile(
         name=f"{'gpu' if device.type == 'cuda' else 'cpu'}-{config.run.name}",
         machine=f"{kind}, {torch.get_num_threads()} threads",
         date=datetime.now(UTC).date().isoformat(),
-        versions={"python": platform.python_version(), **versions},
+        versions=versions(),
         figures=figures,
     )
 

@@ -39,10 +39,9 @@ from ludic.plumbing.files import boot_id, replacing
 from ludic.registry import ENVS
 from ludic.rollouts import RolloutWriter
 from ludic.rollouts.lines import CutFileWarning, keep_lines
-from ludic.runs.machine import gpu_name, installed
+from ludic.runs.machine import gpu_name, versions
 from ludic.runs.settings import RunConfig, apply_override, check_run
 
-PACKAGES = ("ludic-rl", "torch", "transformers", "tokenizers", "numpy", "peft", "vllm")
 EVALUATIONS = ("before", "after_sft", "after_rl")
 """The stages that have one, in order."""
 
@@ -183,9 +182,8 @@ class RunFolder:
 
 def origin() -> dict[str, Any]:
     """Where a result came from: versions, git, machine and the command."""
-    versions = {package: version for package in PACKAGES if (version := installed(package))}
     return {
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": versions(),
         "git": _git_state(),
         "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "gpu": gpu_name()},
         "command": [Path(sys.argv[0]).name, *map(without_user, sys.argv[1:])],

@@ -21,6 +21,7 @@ from ludic.errors import LudicError
 from ludic.inference.vllm.flags import BACKEND
 
 _log = logging.getLogger("vllm.ludic")
+_NO_ENGINE = {"error": f"the server was started without the weight transfer {BACKEND!r}"}
 
 
 class WorkerExtension:
@@ -28,9 +29,9 @@ class WorkerExtension:
 
     def ludic_fetch(self, source: dict[str, Any]) -> dict[str, Any]:
         """Whether the file of an update over HTTP is here; the first call has it fetched."""
-        engine = getattr(self, "weight_transfer_engine", None)
-        if engine is None or not hasattr(engine, "fetched"):
-            return {"error": f"the server was started without the weight transfer {BACKEND!r}"}
+        engine: Any = getattr(self, "weight_transfer_engine", None)
+        if not hasattr(engine, "fetched"):
+            return _NO_ENGINE
         try:
             path = engine.fetched.begin(source)
             return {"fetched": path.done() and path.result().exists()}
@@ -41,9 +42,9 @@ class WorkerExtension:
         """Takes the tensors of an update in, beside those that are served, and returns their
         receipt. What was staged before is dropped; None: that alone."""
         worker: Any = self
-        engine = getattr(worker, "weight_transfer_engine", None)
-        if engine is None or not hasattr(engine, "receipt"):
-            return {"error": f"the server was started without the weight transfer {BACKEND!r}"}
+        engine: Any = getattr(worker, "weight_transfer_engine", None)
+        if not hasattr(engine, "receipt"):
+            return _NO_ENGINE
         try:
             engine.start_weight_update()
             with suppress(RuntimeError):  # where none was left open
@@ -64,12 +65,15 @@ class WorkerExtension:
     def ludic_receipt(self) -> dict[str, Any]:
         """Checksum, type and shape of every tensor that waits to be applied, how many updates were
         applied, what the host's copy is, and the seconds that each part took the last time."""
-        engine = getattr(self, "weight_transfer_engine", None)
-        if engine is None or not hasattr(engine, "receipt"):
-            return {"error": f"the server was started without the weight transfer {BACKEND!r}"}
-        tensors = engine.receipt()
-        state = {"applied": engine.applied, "holds": engine.holds, "seconds": engine.seconds}
-        return {"tensors": tensors, **state}
+        engine: Any = getattr(self, "weight_transfer_engine", None)
+        if not hasattr(engine, "receipt"):
+            return _NO_ENGINE
+        return {
+            "tensors": engine.receipt(),
+            "applied": engine.applied,
+            "holds": engine.holds,
+            "seconds": engine.seconds,
+        }
 
     def ludic_place(self) -> dict[str, Any]:
         """Where this worker is: whose shared memory it sees, and its GPU."""

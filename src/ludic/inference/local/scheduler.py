@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,9 @@ class Scheduler:
         self, memory: SlotMemory, store: PrefixStore[Any], tokenizer: Any, *, version: int = 0
     ) -> None:
         self.memory, self.store, self.tokenizer = memory, store, tokenizer
-        self._decode = _decoder(tokenizer)
+        decode = _decoder(tokenizer)
+        self._decode = partial(decode, skip_special_tokens=True)  # without what ends a turn
+        self._spell = partial(decode, skip_special_tokens=False)  # for stop strings
         self.version = version
         self.admitting = True
         self.waiting: deque[Sequence] = deque()
@@ -142,14 +145,6 @@ class Scheduler:
         while self.waiting:
             self.waiting.popleft().deliver(error())
             self.on_admit()
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of a completion: without the tokens that end a turn."""
-        return str(self._decode(ids, skip_special_tokens=True))
-
-    def spell(self, ids: list[int]) -> str:
-        """Every token spelled out, for stop strings."""
-        return str(self._decode(ids, skip_special_tokens=False))
 
     # Admission
 
@@ -280,7 +275,7 @@ class Scheduler:
         """Whether the last token was the end. If not, there is a place for the next one, or the
         sequence has failed."""
         try:
-            if sequence.check_end(self.spell) is not None:
+            if sequence.check_end(self._spell) is not None:
                 return True
             self.memory.place(sequence, len(sequence.tokens))
         except Exception as exc:
@@ -298,7 +293,7 @@ class Scheduler:
                 "queue_seconds": s.admitted_at - s.submitted_at,
             }
             try:
-                text = self.decode(s.completion) if s.returns.text else None
+                text = self._decode(s.completion) if s.returns.text else None
                 answers.append((s, s.response(text, info)))
             except Exception as exc:
                 self._fail(s, step_error(exc, s, by="the engine"))
