@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from aiohttp import web
 from torch import Tensor, nn
 
@@ -181,10 +180,7 @@ class EngineServer:
         elif plane == "http":
             yield from open_shared(self._fetched.fetch(update["source"]))
         elif plane == "broadcast" and self._group is not None:
-            for meta in update["tensors"]:
-                tensor = torch.empty(meta["shape"], dtype=getattr(torch, meta["dtype"]))
-                self._group.broadcast(tensor)
-                yield meta["name"], tensor
+            yield from self._group.receive(update["tensors"])
         else:
             raise PublishError(f"this server takes no weights over {plane!r}")
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +35,7 @@ from ludic.distributed.vllm.planes import BroadcastGroup
 from ludic.distributed.vllm.shared_memory import FetchedWeights, open_shared
 from ludic.errors import MissingExtraError
 from ludic.inference.vllm.flags import PASS_ON
+from ludic.inference.vllm.switching import timed
 
 try:
     from vllm.distributed.weight_transfer.base import (
@@ -134,7 +133,7 @@ class LudicWeightTransferEngine(
             self.fetched.drop()  # of a trainer that went away
         if update_info.copy is None:
             self._let_go()  # else its receipt would be another's
-        with self._timed("stage"):
+        with timed("stage", self.seconds):
             self._staged = []
             if update_info.plane == "http":
                 path = str(self.fetched.fetch(update_info.source or {}))
@@ -158,7 +157,7 @@ class LudicWeightTransferEngine(
         if not staged:
             return
         self.fetched.drop()  # until then other workers of this host, and other hosts, find it
-        with self._timed("apply"):
+        with timed("apply", self.seconds):
             apply = self._write if self._why_rebuild is None else self._rebuild
             try:
                 wanted, loaded = apply(staged)
@@ -205,20 +204,12 @@ class LudicWeightTransferEngine(
         self._repack_tied_head()
         return wanted, loaded
 
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[part] = time.perf_counter() - began
-
     def receipt(self) -> dict[str, list[Any]]:
         """Checksum, type and shape of every staged tensor, computed on this device; those of the
         host's copy were computed once for all who load from it."""
         if not self._staged:
             return {}
-        with self._timed("checksums"):
+        with timed("checksums", self.seconds):
             return receipt(self._staged) if self._copy is None else self._copy.receipt()
 
     @property
@@ -248,11 +239,7 @@ class LudicWeightTransferEngine(
         elif info.plane == "broadcast":
             if self._group is None:
                 raise RuntimeError("the broadcast group is not open: initialise the engine first")
-            for meta in info.tensors:
-                dtype = getattr(torch, meta["dtype"])
-                tensor = torch.empty(meta["shape"], dtype=dtype, device=self.device)
-                self._group.broadcast(tensor)
-                yield meta["name"], tensor
+            yield from self._group.receive(info.tensors, self.device)
         else:
             raise ValueError(
                 f"unknown plane {info.plane!r}: is this Ludic older than the trainer's?"

@@ -68,12 +68,9 @@ class WorkerExtension:
         engine: Any = getattr(self, "weight_transfer_engine", None)
         if not hasattr(engine, "receipt"):
             return _NO_ENGINE
-        return {
-            "tensors": engine.receipt(),
-            "applied": engine.applied,
-            "holds": engine.holds,
-            "seconds": engine.seconds,
-        }
+        tensors = engine.receipt()
+        state = {"applied": engine.applied, "holds": engine.holds, "seconds": engine.seconds}
+        return {"tensors": tensors, **state}
 
     def ludic_place(self) -> dict[str, Any]:
         """Where this worker is: whose shared memory it sees, and its GPU."""

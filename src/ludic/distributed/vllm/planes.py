@@ -10,7 +10,7 @@ import secrets
 import socket
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,6 +76,16 @@ class BroadcastGroup:
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values into everybody's `tensor`, which must be contiguous."""
         self._group.broadcast(tensor, 0).wait()
+
+    def receive(
+        self, metas: Iterable[Mapping[str, Any]], device: torch.device | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that rank 0 sends one by one, by name; `metas` are those of its update."""
+        for meta in metas:
+            dtype = getattr(torch, meta["dtype"])
+            tensor = torch.empty(meta["shape"], dtype=dtype, device=device)
+            self.broadcast(tensor)
+            yield meta["name"], tensor
 
     def close(self) -> None:
         """Leaves; peers that still wait get an error, or their own deadline."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ludic.distributed.differences import apply_all, encode_all
 from ludic.distributed.interfaces import Snapshot, Weights, named_tensors
 from ludic.distributed.vllm.canary import Scores, differences
 from ludic.distributed.vllm.checksums import receipt, refuse_not_finite
-from ludic.distributed.vllm.confirmed import Confirmed
 from ludic.distributed.vllm.delivery import Delivery, Job, Payload, now, together
 from ludic.distributed.vllm.planes import DataPlane, Shipment
 from ludic.distributed.vllm.shared_memory import SharedWeights
@@ -27,6 +28,45 @@ from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.plumbing.cuda_streams import aside, wait_for
 
 _log = logging.getLogger("ludic.distributed")
+
+
+class Confirmed:
+    """A copy, in this process's memory, of the weights that all servers confirmed last.
+
+    One per publisher, used by one publish at a time. A publish that fails confirms nothing: where
+    servers have staged it all the same, their copies have another name than `name`, and the next
+    publish sends all weights.
+    """
+
+    def __init__(self) -> None:
+        self.key = secrets.token_hex(16)
+        """Names the publisher's copy on each host."""
+        self.name: str | None = None
+        self._tensors: dict[str, Tensor] = {}
+
+    def name_for(self, version: int) -> str:
+        """A name that no other publish has, not even another try of the same version."""
+        return f"version {version}, {secrets.token_hex(4)}"
+
+    def difference(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """What changed since; None: nothing was confirmed, or these are other tensors."""
+        if self.name is None:
+            return None
+        try:
+            return encode_all(self._tensors, tensors)
+        except ValueError:  # the publisher was given another model
+            return None
+
+    def confirm(
+        self, name: str, tensors: Mapping[str, Tensor], difference: Mapping[str, Tensor] | None
+    ) -> None:
+        """All servers have `tensors` now; `difference` is what they were sent, if not all."""
+        self.name = None
+        if difference is not None:
+            apply_all(difference, self._tensors)
+        else:
+            self._tensors = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}
+        self.name = name
 
 
 class WeightsPayload(Payload):

@@ -34,7 +34,6 @@ class ChatTemplate(Protocol):
     ) -> list[int]:
         """The prompt for the next assistant message: the whole conversation, and the opening of
         the assistant's turn."""
-        ...
 
     def extend(
         self,
@@ -51,12 +50,10 @@ class ChatTemplate(Protocol):
         the template would trim is not a fork: the sampled tokens stand. A closing token that a cut
         completion lacks is part of the result.
         """
-        ...
 
     def parse(self, response: ChatResponse) -> ParsedCompletion:
         """The assistant's message, decoded from the sampled ids (special tokens that end a turn
         left out), with its tool calls."""
-        ...
 
 
 @runtime_checkable
@@ -65,7 +62,6 @@ class ChoosesToolParser(Protocol):
 
     def for_tools(self) -> ChatTemplate:
         """Returns this template, able to read tool calls. Raises `ConfigError` if it cannot."""
-        ...
 
 
 @runtime_checkable
@@ -82,4 +78,3 @@ class SpellsAnswers(Protocol):
 
     def encode_answer(self, content: str) -> tuple[int, ...]:
         """Returns the ids a model would sample for this text, up to and with the end token."""
-        ...

@@ -35,11 +35,9 @@ THINK_CLOSE = "</think>"
 _THINKING = re.compile(r"<think>[^<]*+(?:<(?!/?think>)[^<]*+)*</think>\s*")
 
 
-def same_message(sampled: str, spelled: str, markers: Sequence[str]) -> bool:
+def same_message(sampled: str, spelled: str, markers: tuple[str, ...]) -> bool:
     """Whether the two differ in nothing but white space at their ends and around `markers`."""
-    if sampled == spelled:
-        return True
-    return _trimmed(sampled, tuple(markers)) == _trimmed(spelled, tuple(markers))
+    return sampled == spelled or _trimmed(sampled, markers) == _trimmed(spelled, markers)
 
 
 def fork_of_history(previous: str, now: str) -> Fork:

@@ -65,14 +65,14 @@ class SwitchRoute:
         seconds: dict[str, float] = {}
         self._scoring = None
         began = time.perf_counter()
-        with _timed("pause", seconds):
+        with timed("pause", seconds):
             # As `pause_generation`, which sleeps at its end. It also clears the caches.
             await engine.renderer.clear_mm_cache_async()
             await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-        with _timed("apply", seconds):
+        with timed("apply", seconds):
             named = asked.get("weight_version")
             await engine.finish_weight_update(*([] if named is None else [str(named)]))
-        with _timed("resume", seconds):
+        with timed("resume", seconds):
             if canary := asked.get("canary"):
                 self._scoring = await _begin_scoring(engine, canary, float(asked["timeout_s"]))
             await engine.resume_generation()
@@ -106,10 +106,13 @@ async def _begin_scoring(
 
 
 @contextmanager
-def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
+def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Notes in `seconds` how long its body takes, even when that raises."""
     began = time.perf_counter()
-    yield
-    seconds[name] = time.perf_counter() - began
+    try:
+        yield
+    finally:
+        seconds[name] = time.perf_counter() - began
 
 
 async def _body(receive: App) -> bytes:
