@@ -92,12 +92,12 @@ class HostCopy:
 
     def _replace(self, arrived: Mapping[str, Tensor], file: Path | None) -> None:
         """A new file: who has mapped the old one may go on reading it."""
-        made = self._weights.with_suffix(".new")
-        made.unlink(missing_ok=True)
+        draft = self._weights.with_suffix(".new")
+        draft.unlink(missing_ok=True)
         if file is not None:
             with suppress(OSError):  # in another file system
-                os.link(file, made)
-        if not made.exists():
+                os.link(file, draft)
+        if not draft.exists():
             layout = layout_of(arrived)
             free = shutil.disk_usage(self._folder.path).free
             if bytes_of(layout) > free:
@@ -107,9 +107,9 @@ class HostCopy:
                     f"{free / 2**20:,.1f} MiB are free there: give it more (Docker: --shm-size, "
                     "or --ipc=host), or publish without differences"
                 )
-            make_file(made, layout)
-            fill_file(made, ((name, tensor, 0) for name, tensor in arrived.items()))
-        made.rename(self._weights)
+            make_file(draft, layout)
+            fill_file(draft, ((name, tensor, 0) for name, tensor in arrived.items()))
+        draft.rename(self._weights)
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -118,6 +118,6 @@ class HostCopy:
             return {}
 
     def _write(self, state: Mapping[str, Any]) -> None:
-        made = self._state.with_suffix(".new")
-        made.write_text(json.dumps(state), encoding="utf-8")
-        made.rename(self._state)
+        draft = self._state.with_suffix(".new")
+        draft.write_text(json.dumps(state), encoding="utf-8")
+        draft.rename(self._state)

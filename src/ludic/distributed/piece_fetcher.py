@@ -191,8 +191,8 @@ class PieceFetcher:
         try:
             digits = bytearray([MISSING]) * len(digests)
             if os.fstat(handle).st_size == size:  # left by a process that was killed
-                here = zip(piece_digests(handle), digests, strict=True)
-                digits = bytearray(HAS if a == b else MISSING for a, b in here)
+                pairs = zip(piece_digests(handle), digests, strict=True)
+                digits = bytearray(HAS if a == b else MISSING for a, b in pairs)
             os.ftruncate(handle, size)
             job.file = PieceFile(handle, size, digests, digits)
             if self.server is not None:
@@ -358,13 +358,13 @@ class PieceFetcher:
             now = time.monotonic()
             # A host that is slow with a piece keeps nobody from asking the trainer for others.
             slow = [url for url, since in list(job.asked.items()) if now - since > CLAIM_S]
-            asked = {
+            report = {
                 "address": "" if self.server is None else self.server.url,
                 "digits": job.file.digits.decode(),
                 "left_out": [*job.left_out, *slow],
                 "wanted": wanted,
             }
-            body, trainer = json.dumps(asked).encode(), job.source.url
+            body, trainer = json.dumps(report).encode(), job.source.url
             try:
                 limit_s = self.patience.piece_s
                 answer = json.loads(self._get(job, trainer, limit_s, "/pieces", body=body))

@@ -40,12 +40,12 @@ class OwnedFolder:
         self.parent = shared_folder() if parent is None else Path(parent)
         _remove_abandoned(self.parent)
         name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-        made = self.parent / f".{name}"
-        made.mkdir(mode=0o700)
-        lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        draft = self.parent / f".{name}"
+        draft.mkdir(mode=0o700)
+        lock = os.open(draft / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Under this name others look whether it is abandoned: not before it is locked.
-        self.path = made.rename(self.parent / name)
+        self.path = draft.rename(self.parent / name)
         self._end = weakref.finalize(self, _let_go, self.path, lock, os.getpid())
 
     def close(self) -> None:
@@ -95,15 +95,15 @@ class SharedFolder:
 def _made_and_held(path: Path) -> int | None:
     """The lock of a folder that was not there; None: it was. As with `OwnedFolder`, it has its name
     only when it is locked."""
-    made = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    made.mkdir(mode=0o700)
-    lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    draft.mkdir(mode=0o700)
+    lock = os.open(draft / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     try:
-        made.rename(path)
+        draft.rename(path)
     except OSError:
         os.close(lock)
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         return None
     return lock
 

@@ -78,7 +78,7 @@ class Connections:
             closed = [self.by_loop.pop(k) for k in list(self.by_loop) if k.is_closed()]
             # Servers close after 5 s of silence; `slots` bound what is open, not the connector.
             pooled = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
-            made = Connection(
+            connection = Connection(
                 loop,
                 aiohttp.ClientSession(timeout=self._timeout, connector=pooled),
                 aiohttp.ClientSession(
@@ -86,10 +86,10 @@ class Connections:
                 ),
                 asyncio.Semaphore(self._max_concurrency),
             )
-            self.by_loop[loop] = made
-        for connection in closed:
-            await connection.close()
-        return made
+            self.by_loop[loop] = connection
+        for other in closed:
+            await other.close()
+        return connection
 
     async def close(self) -> None:
         """Closes all; requests after that, and those that are open, end with an error."""

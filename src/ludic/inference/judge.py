@@ -111,9 +111,9 @@ async def _shared_client(server: str, key: str | None) -> OpenAIChatClient:
         clients = _shared.setdefault(asyncio.get_running_loop(), {})
     if (server, key) not in clients:
         client = _new_client(server, key)
-        held = _closed_at_the_end(client)
-        clients[server, key] = client, held
-        await anext(held)
+        closer = _closed_at_the_end(client)
+        clients[server, key] = client, closer
+        await anext(closer)
     return clients[server, key][0]
 
 

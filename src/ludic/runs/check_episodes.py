@@ -149,10 +149,10 @@ def _check_tracking(
     """Raises if tasks have no names, or if returns are known to leave the tracker's interval: from
     an environment's `return_range`, and from the parser's reward for an empty answer."""
     name, steps, (low, high) = config.algorithm.name, config.training.max_steps, credit.returns
-    named = config.curriculum.kind != "uncertain"  # it names them itself
+    must_name = config.curriculum.kind != "uncertain"  # it names them itself
     penalty = min((agent.parser("").reward for agent in agents), default=0.0)
     for section, env in zip(config.env, envs, strict=True):
-        if named and type(env).task_key is LudicEnv.task_key:
+        if must_name and type(env).task_key is LudicEnv.task_key:
             raise ConfigError(
                 f"algorithm {name!r} tracks a value per task, and environment {section.kind!r} "
                 "names none: define its task_key(), choose another algorithm, or write a script "

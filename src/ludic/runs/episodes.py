@@ -124,27 +124,27 @@ def requests_of(
     if held_out:
         envs, part = config.eval.env or envs, config.eval.protocol or part
     protocol = ProtocolSpec(part.kind, part.kwargs)
-    named: dict[str, EnvSection] = {}
+    sections: dict[str, EnvSection] = {}
     for section in envs:
         # The same for an object as for its place: seeds may depend on it.
         name = section.name or section.kind.removeprefix(PREFIX)
-        while name in named:
+        while name in sections:
             name += "+"
-        named[name] = section
-    teachers = {} if held_out else teachers_by_env(config.teacher, list(named))
+        sections[name] = section
+    teachers = {} if held_out else teachers_by_env(config.teacher, list(sections))
     return {
         name: (
             RolloutRequest(
                 EnvSpec(section.kind, section.kwargs),
                 protocol,
                 meta={
-                    **({ENV: name} if len(named) > 1 else {}),
+                    **({ENV: name} if len(sections) > 1 else {}),
                     **({TEACHER: teachers[name]} if name in teachers else {}),
                 },
             ),
             section.weight,
         )
-        for name, section in named.items()
+        for name, section in sections.items()
     }
 
 

@@ -147,8 +147,8 @@ def _subject(
             objects = given_again(RunFolder.open(path).config(), settings)
             with bind_objects(objects):
                 return *locate(path), objects, str(run)
-        named = not settings and "-" in str(run) and builtin_run(str(run)).is_file()
-        if path.suffix == ".toml" or named:
+        is_builtin = not settings and "-" in str(run) and builtin_run(str(run)).is_file()
+        if path.suffix == ".toml" or is_builtin:
             _refuse(settings, str(run))
             return *locate(run), {}, str(run)
     config, objects = read_arguments({"env": run, **settings})

@@ -74,12 +74,12 @@ def gpu_name() -> str | None:
 
 def _compiler() -> MachineFact:
     """Triton and torch.compile need one to launch their kernels on a GPU."""
-    named = os.environ.get("CC")
-    compiler = shutil.which(named) if named else shutil.which("clang") or shutil.which("gcc")
+    chosen = os.environ.get("CC")
+    compiler = shutil.which(chosen) if chosen else shutil.which("clang") or shutil.which("gcc")
     if compiler:
         return MachineFact("C compiler", compiler)
     remedy = "install gcc, or let CC name one: training on a GPU compiles its kernels with it"
-    return MachineFact("C compiler", "missing", remedy + (f" (CC={named})" if named else ""))
+    return MachineFact("C compiler", "missing", remedy + (f" (CC={chosen})" if chosen else ""))
 
 
 def _vllm() -> MachineFact:

@@ -90,10 +90,10 @@ def snapshots_fit(plan: Plan, model: nn.Module) -> bool:
     device = next(model.parameters()).device
     if device.type != "cuda":
         return False
-    held = _weight_bytes(model)
+    size = _weight_bytes(model)
     others = {name: size for name, size in plan.others.items() if name != SERVER}
-    plan = replace(plan, others=others | {"snapshots": 2 * held})
-    return plan.fits(free_memory(device) + held)
+    plan = replace(plan, others=others | {"snapshots": 2 * size})
+    return plan.fits(free_memory(device) + size)
 
 
 def planned(cfg: TrainerConfig, plan: Plan | None) -> TrainerConfig:
@@ -295,8 +295,8 @@ def beside_the_weights(config: RunConfig, model: nn.Module, free: int) -> int:
     world = World(size=launched().size, device=device)
     training = trainer_bytes(model, trainer_settings(config), world)
     others = [config.reference, *config.teacher, *config.player]
-    here = [other for other in others if other is not None and other.server is None]
-    copies = len(here) + config.training.past_opponents
+    local = [other for other in others if other is not None and other.server is None]
+    copies = len(local) + config.training.past_opponents
     return (free // 2 if training is None else training) + copies * _weight_bytes(model)
 
 

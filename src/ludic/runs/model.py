@@ -65,8 +65,8 @@ def _let_memory_grow(section: ModelSection) -> None:
     engine take turns in it, and of blocks cut for the one, half are no use to the other. Memory of
     this kind cannot be lent to a server's process, so this is for engines of ours, and unless the
     user has settings of their own."""
-    chosen = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if not chosen and check_device(section).type == "cuda":
+    is_set = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if not is_set and check_device(section).type == "cuda":
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
@@ -128,11 +128,11 @@ def check_device(section: ModelSection) -> torch.device:
         raise ConfigError(f"model.device={name!r} is not a device that torch knows") from exc
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"model.device={name!r}: a run trains on cpu or cuda, set one of them")
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= there:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(
-            f"model.device={name!r}, but this machine has {there or 'no'} GPU that torch can use: "
-            "set model.device=cpu" + (f" or below cuda:{there}" if there else "")
+            f"model.device={name!r}, but this machine has {count or 'no'} GPU that torch can use: "
+            "set model.device=cpu" + (f" or below cuda:{count}" if count else "")
         )
     return device
 

@@ -172,9 +172,9 @@ def _workload(config: RunConfig, given: Given) -> tuple[Workload, dict[str, str]
 
 def _seen(work: Workload, folder: Path) -> Workload:
     """Lengths as an earlier run had them: its last episodes."""
-    there = sorted((folder / "rollouts").glob("*.jsonl*")) or sorted(folder.glob("*.jsonl*"))
+    listed = sorted((folder / "rollouts").glob("*.jsonl*")) or sorted(folder.glob("*.jsonl*"))
     # Beside rollouts lie the scores of their tokens; a run folder has its metrics, too.
-    files = [f for f in there if ".tokens." not in f.name and f.name != "metrics.jsonl"]
+    files = [f for f in listed if ".tokens." not in f.name and f.name != "metrics.jsonl"]
     episodes: deque[list[TokenTrace]] = deque(maxlen=_SEEN)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run that is still writing
@@ -314,9 +314,9 @@ def _passes(model: nn.Module, loss: Any, settings: Any, costs: Costs) -> list[Me
 
 def host_gb_s(device: torch.device, size: int = 1 << 28) -> float:
     """GB/s between a GPU and pinned memory while copies go both ways, the best of three."""
-    there = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    here = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-    ways = [(here[0], there[0]), (there[1], here[1])]
+    host_buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    gpu_buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    ways = [(gpu_buffers[0], host_buffers[0]), (host_buffers[1], gpu_buffers[1])]
     streams = [torch.cuda.Stream(device) for _ in ways]  # type: ignore[no-untyped-call]
     times = []
     for _ in range(3):

@@ -146,14 +146,14 @@ class RunFolder:
                     return model
             elif (latest := folder / "latest").is_file():
                 return folder / latest.read_text(encoding="utf-8").strip() / "model"
-        there = [
+        checkpoints = [
             f"{path.parent.name} step-{int(path.name.removeprefix('step-'))}"
             for path in sorted(self.checkpoints.glob("*/step-*"))
         ]
-        if which is None or not there:
+        if which is None or not checkpoints:
             raise ConfigError(f"{self.path} has no checkpoint yet")
         raise ConfigError(
-            f"{self.path} has no checkpoint {which!r}; there are: {', '.join(there)} "
+            f"{self.path} has no checkpoint {which!r}; there are: {', '.join(checkpoints)} "
             "(training.keep_checkpoints says how many stay)"
         )
 

@@ -92,14 +92,14 @@ class WorkerExtension:
         """Checksum, type and shape of every tensor of the adapter that was loaded last, and whether
         it lies where a forward pass finds it."""
         manager = _manager(self)
-        held = {} if manager is None else manager.list_adapters()
-        if manager is None or not held:
+        adapters = {} if manager is None else manager.list_adapters()
+        if manager is None or not adapters:
             return {"error": "this worker holds no adapter"}
-        newest = max(held)  # the server counts them up
+        newest = max(adapters)  # the server counts them up
         return {
             "active": newest in manager.lora_index_to_id,
-            "held": len(held),
-            "tensors": receipt(_tensors(held[newest], manager.packed_modules)),
+            "held": len(adapters),
+            "tensors": receipt(_tensors(adapters[newest], manager.packed_modules)),
         }
 
 

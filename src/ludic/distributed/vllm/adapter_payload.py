@@ -222,11 +222,11 @@ class AdapterServer(ServerUpdate):
 
 def _differing(sent: Mapping[str, Tensor], arrived: Mapping[str, list[Any]]) -> list[str]:
     """The tensors that are not there as they were sent, in the type that the server computes in."""
-    named = {n.removeprefix(PREFIX).removesuffix(".weight"): t for n, t in sent.items()}
+    plain = {n.removeprefix(PREFIX).removesuffix(".weight"): t for n, t in sent.items()}
     if not arrived:
-        return list(named)
+        return list(plain)
     kind = str(next(iter(arrived.values()))[1])
-    expected = receipt_of((n, t.to(getattr(torch, kind))) for n, t in named.items())
+    expected = receipt_of((n, t.to(getattr(torch, kind))) for n, t in plain.items())
     if expected.keys() == arrived.keys():
         return [n for n, e in expected.items() if arrived[n] != e]
     # Some models have other names inside vLLM: then as many of each kind must be there.
@@ -335,10 +335,10 @@ class AdapterPayload(Payload):
     async def _has_room(self, server: AdapterServer) -> bool:
         replica = server.replica
         await self._unload_idle(replica)
-        held = [*self.old[replica], replica.serving]
+        servings = [*self.old[replica], replica.serving]
         # The server's own weights count as well: on the CPU, requests for them get the last
         # adapter's when its place is taken.
-        return sum(s.adapter is not None or s.requests > 0 for s in held) < server.max_loras
+        return sum(s.adapter is not None or s.requests > 0 for s in servings) < server.max_loras
 
     async def _unload_idle(self, replica: Replica) -> None:
         async with self._unloading:
@@ -435,8 +435,8 @@ class AdapterDelivery(Delivery[AdapterServer]):
         receipts = all(server.answers_receipts for server in self.servers)
         self.verified = receipts or bool(self._gaps)
         assert self._release is not None
-        named = {"plane": "adapter", "name": self._release.name, "rank": self._rank}
-        return {**named, "receipts": receipts, **self._gaps}
+        facts = {"plane": "adapter", "name": self._release.name, "rank": self._rank}
+        return {**facts, "receipts": receipts, **self._gaps}
 
     async def _check_canary(self, server: AdapterServer) -> None:
         model, canary = self.job.model, self.job.canary

@@ -108,7 +108,7 @@ class Exports:
 def open_tensors(update: Mapping[str, Any], device: torch.device) -> list[tuple[str, Tensor]]:
     """The tensors of `Exports.describe`, in another process. Raises where they lie on another
     GPU. What wrote them must be done: nothing here waits for it."""
-    opened = [_open(handle, device) for handle in update["memory"]]
+    memory = [_open(handle, device) for handle in update["memory"]]
     tensors = []
     for place in update["tensors"]:
         dtype, shape = getattr(torch, place["dtype"]), place["shape"]
@@ -116,7 +116,7 @@ def open_tensors(update: Mapping[str, Any], device: torch.device) -> list[tuple[
             tensors.append((place["name"], torch.empty(shape, dtype=dtype, device=device)))
             continue
         size = torch.Size(shape).numel() * dtype.itemsize
-        part = opened[place["memory"]][place["offset"] : place["offset"] + size]
+        part = memory[place["memory"]][place["offset"] : place["offset"] + size]
         tensors.append((place["name"], part.view(dtype).view(shape)))
     return tensors
 

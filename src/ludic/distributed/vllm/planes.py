@@ -205,19 +205,19 @@ class IPCPlane(DataPlane):
         self._exports = Exports()
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
-        held: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, tensor in weights.items():
             if tensor.device.type != "cuda":
                 raise PublishError(
                     f"{name} is on {tensor.device}: IPC needs the trainer's weights on the GPU "
                     "that it shares with the servers; publish over shared memory instead"
                 )
-            held[name] = tensor.detach().contiguous()
-        update = {"plane": "ipc", **self._exports.describe(held)}
-        wait_for(held.values())  # those that were laid out anew
+            tensors[name] = tensor.detach().contiguous()
+        update = {"plane": "ipc", **self._exports.describe(tensors)}
+        wait_for(tensors.values())  # those that were laid out anew
 
         def close() -> None:
-            held.clear()
+            tensors.clear()
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
         return Shipment(update, close=close)
@@ -318,8 +318,8 @@ async def open_plane(
     if choice.plane == "ipc":
         return IPCPlane(), choice
     if host is None:  # loopback only where no server is elsewhere
-        seen = [own_address(replica.url) for replica in client.replicas]
-        host = next((address for address in seen if not is_loopback(address)), seen[0])
+        addresses = [own_address(replica.url) for replica in client.replicas]
+        host = next((address for address in addresses if not is_loopback(address)), addresses[0])
     if choice.plane == "http":
         return HTTPPlane(host=host, port=port, timeout_s=publish_s), choice
     broadcast = BroadcastPlane(

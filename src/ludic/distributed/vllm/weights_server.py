@@ -54,8 +54,8 @@ class WeightsServer(ServerUpdate):
             await self.call_workers(STAGE, self.patience_s, None)
         if self.base is not None:
             receipts = await self.call_workers(RECEIPT, self.patience_s)
-            held = [r.get("holds") if isinstance(r, Mapping) else None for r in receipts]
-            self.has_base = bool(held) and set(held) == {self.base}
+            copies = [r.get("holds") if isinstance(r, Mapping) else None for r in receipts]
+            self.has_base = bool(copies) and set(copies) == {self.base}
 
     async def invite(self, invitation: Mapping[str, Any], rank_offset: int) -> None:
         """Has the server's workers join the trainer's broadcast group. Raises where they do not:
@@ -102,15 +102,15 @@ class WeightsServer(ServerUpdate):
         switches by itself gives up after `limit_s`, and stays paused; it scores the canary first
         of all when it goes on."""
         facts = self.replica.facts
-        named = {"weight_version": str(version)} if facts and facts.names_versions else None
+        weight_name = {"weight_version": str(version)} if facts and facts.names_versions else None
         try:
             if self.switches:
-                body = {**(named or {}), "timeout_s": limit_s, "canary": canary}
+                body = {**(weight_name or {}), "timeout_s": limit_s, "canary": canary}
                 answer = await self.ask(SWITCH, body)
                 self.stall_s = float(answer["stall_s"])
                 self.times.slowest([answer["seconds"]])
             else:
-                await self._apply(named)
+                await self._apply(weight_name)
         except (InferenceError, DeadlineError) as exc:
             self.lose(f"it failed while it applied version {version}: {exc}")
             await self.send_away()
@@ -223,6 +223,6 @@ def _check(
 
 def _slowest(receipts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The longest that a worker says each part took it; nothing of those who do not say."""
-    took = [r.get("seconds", {}) for r in receipts]
+    times = [r.get("seconds", {}) for r in receipts]
     parts = ("stage", "checksums")  # how long it took to apply is the last update's
-    return {p: max(s[p] for s in took if p in s) for p in parts if any(p in s for s in took)}
+    return {p: max(s[p] for s in times if p in s) for p in parts if any(p in s for s in times)}

@@ -168,9 +168,9 @@ def grouped_attention(
         by_sequence = q.reshape(n, width, heads, dim)
         parts = []
         for first in range(0, width, most):
-            some = slice(first, first + most)
-            part = Masks(masks.positions[:, some], masks.length)
-            rows = by_sequence[:, some].reshape(-1, heads, dim)
+            tokens = slice(first, first + most)
+            part = Masks(masks.positions[:, tokens], masks.length)
+            rows = by_sequence[:, tokens].reshape(-1, heads, dim)
             out = grouped_attention(rows, keys, values, part, scale, window)
             parts.append(out.view(n, -1, heads, dim))
         return torch.cat(parts, 1).flatten(0, 1)

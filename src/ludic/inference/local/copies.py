@@ -35,7 +35,7 @@ def shared_copy(
     `change_config` is given a copy of each configuration.
     """
     configs: dict[int, Any] = {}
-    seen: dict[int, nn.Module] = {}
+    clones: dict[int, nn.Module] = {}
 
     def own_config(config: Any) -> Any:
         if id(config) not in configs:
@@ -44,9 +44,9 @@ def shared_copy(
         return configs[id(config)]
 
     def clone(module: nn.Module) -> nn.Module:
-        if id(module) in seen:
-            return seen[id(module)]
-        new = seen[id(module)] = make(module)
+        if id(module) in clones:
+            return clones[id(module)]
+        new = clones[id(module)] = make(module)
         # A module that was compiled in place calls what was compiled for the original.
         state = {**module.__dict__, "_compiled_call_impl": None}
         if "ludic_pass" in state:
@@ -168,8 +168,8 @@ def _widen_while_called(parts: list[nn.Module], dtype: torch.dtype) -> None:
     narrow: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def widen(*_: Any) -> None:
-        every: list[dict[str, Any]] = [t for p in parts for t in (p._parameters, p._buffers)]
-        for tensors in every:
+        tables: list[dict[str, Any]] = [t for p in parts for t in (p._parameters, p._buffers)]
+        for tensors in tables:
             narrow.append((tensors, dict(tensors)))
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_floating_point():

@@ -64,8 +64,8 @@ def _places(max_tokens: int, window: int | None) -> list[int]:
 
 def _visible(rule: Callable[..., Any], last: int, keys: Tensor) -> Tensor:
     query = torch.full_like(keys[:1, None], last)
-    seen = rule(torch.zeros_like(query), torch.zeros_like(query), query, keys[None])
-    return torch.as_tensor(seen, dtype=torch.bool, device=keys.device).expand(1, len(keys))[0]
+    visible = rule(torch.zeros_like(query), torch.zeros_like(query), query, keys[None])
+    return torch.as_tensor(visible, dtype=torch.bool, device=keys.device).expand(1, len(keys))[0]
 
 
 # By thread: two engines may be made at once.
@@ -76,9 +76,9 @@ def _mask(*args: Any, mask_function: Callable[..., Any], **options: Any) -> Tens
     from transformers.masking_utils import sdpa_mask
 
     options |= {name: False for name in options if name.startswith("allow_is_")}
-    made: Tensor = sdpa_mask(*args, mask_function=mask_function, **options)
-    _watched.masks.append((made, mask_function))
-    return made
+    mask: Tensor = sdpa_mask(*args, mask_function=mask_function, **options)
+    _watched.masks.append((mask, mask_function))
+    return mask
 
 
 def _attend(
@@ -179,7 +179,7 @@ def check_same_logits(
     wide = WIDER.get(shape.dtype, torch.float32)
     with torch.inference_mode():
         try:
-            seen = through_slots(forward, ids, shape)
+            logits = through_slots(forward, ids, shape)
             check_windows(model, ids[:, :2], max_tokens)
         except ConfigError as exc:
             raise ConfigError(f"{name}: {exc}") from exc
@@ -209,7 +209,7 @@ def check_same_logits(
     prompt = max(1, ids.shape[1] - _DECODED)
     for rows in (slice(None, prompt), slice(prompt, None)):
         rounding = max(overall, size(plain - wanted, rows))
-        gap = size(seen - wanted, rows)
+        gap = size(logits - wanted, rows)
         # A gap that is not a number is one, too.
         if not gap <= _TIMES_ROUNDING * rounding + _NEGLIGIBLE * size(wanted):
             raise ConfigError(

@@ -48,16 +48,16 @@ def with_random_values(view: nn.Module) -> nn.Module:
     """Puts random values in place of `view`'s small and constant parameters, from the same noise in
     every process. Only the view changes: it gets its own parameter dictionaries."""
     generator = torch.Generator().manual_seed(0)
-    tried: dict[int, nn.Parameter] = {}
+    substitutes: dict[int, nn.Parameter] = {}
 
     def random_values(p: nn.Parameter) -> nn.Parameter:
         if not p.is_floating_point() or (p.numel() > _SMALL and p.amin() != p.amax()):
             return p
-        if id(p) not in tried:
+        if id(p) not in substitutes:
             # About their mean, so that a norm still scales by about one.
             noise = torch.randn(p.shape, generator=generator) / p.shape[-1:].numel() ** 0.5
-            tried[id(p)] = nn.Parameter(p.detach().mean() + noise.to(p), requires_grad=False)
-        return tried[id(p)]
+            substitutes[id(p)] = nn.Parameter(p.detach().mean() + noise.to(p), requires_grad=False)
+        return substitutes[id(p)]
 
     for module in view.modules():
         module.__dict__["_parameters"] = {

@@ -108,13 +108,13 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
         ids = torch.tensor(list(rows.scored.values()), device=logits.device)
         scored = dict(zip(rows.scored, plain[at, ids].tolist(), strict=True))
     for row, config, prompt, completion in rows.special:
-        one = logits[row].float()
+        row_logits = logits[row].float()
         if config.penalises:
-            one = penalise(one, config, prompt, completion)
-        one = one * rows.inverse_temperature[row]
+            row_logits = penalise(row_logits, config, prompt, completion)
+        row_logits = row_logits * rows.inverse_temperature[row]
         if config.truncates:
-            one = truncate(one, config)
-        scaled[row] = one
+            row_logits = truncate(row_logits, config)
+        scaled[row] = row_logits
     for row in rows.record_kept:
         kept[row] = tuple(torch.nonzero(scaled[row] > float("-inf"))[:, 0].tolist())
     tokens, logprobs = draw(scaled, keyed_uniform(rows.keys, rows.positions))
@@ -131,13 +131,13 @@ def penalise(
 ) -> Tensor:
     """Presence and frequency count the completion; repetition the prompt as well."""
     logits = logits.clone()
-    done = torch.tensor(list(completion), dtype=torch.long, device=logits.device)
+    completed = torch.tensor(list(completion), dtype=torch.long, device=logits.device)
     if config.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*prompt, *completion}), device=logits.device)
-        value = logits[seen]
+        ids = torch.tensor(sorted({*prompt, *completion}), device=logits.device)
+        value = logits[ids]
         r = config.repetition_penalty
-        logits[seen] = torch.where(value > 0, value / r, value * r)
-    counts = torch.bincount(done, minlength=logits.shape[0]).to(logits.dtype)
+        logits[ids] = torch.where(value > 0, value / r, value * r)
+    counts = torch.bincount(completed, minlength=logits.shape[0]).to(logits.dtype)
     return (
         logits - config.frequency_penalty * counts - config.presence_penalty * (counts > 0).float()
     )

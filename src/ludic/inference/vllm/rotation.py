@@ -248,16 +248,16 @@ class Rotation:
 
     async def any_answers(self, timeout_s: float = 10.0) -> bool:
         """Whether a server is there, in rotation or not."""
-        asked = [asyncio.ensure_future(self.illness(r, timeout_s)) for r in self.replicas]
+        tasks = [asyncio.ensure_future(self.illness(r, timeout_s)) for r in self.replicas]
         try:
-            for illness in asyncio.as_completed(asked):
+            for illness in asyncio.as_completed(tasks):
                 if await illness is None:
                     return True
             return False
         finally:
-            for task in asked:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def illness(
         self, replica: Replica, timeout_s: float
@@ -363,22 +363,22 @@ class Rotation:
             if was_lost and not (self.keeper and await self.keeper.restore(replica)):
                 # A publish may run meanwhile. What the server said before an update reached it
                 # does not count afterwards; and then it may be ahead of what is expected of all.
-                had = None
-                while had != replica.version:
-                    had = replica.version
-                    has = await self.replica_version(replica)
+                brought_to = None
+                while brought_to != replica.version:
+                    brought_to = replica.version
+                    reported = await self.replica_version(replica)
                 expected = max(self.version, replica.version)
                 if self.keeper is None:
                     # Versions go on without us, and back with a trainer that resumes: all that is
                     # sure is that weights which a server was started with are no trainer's.
                     published = self.registered or expected != self.first_version
-                    if published and has == self.first_version:
+                    if published and reported == self.first_version:
                         cause = "it still has the weights that it was started with"
                         replica.mark_down(cause, self._backoff.pause_s(replica.failures))
                         return
-                elif has != expected:
+                elif reported != expected:
                     replica.out = (
-                        f"it was away and came back with version {has} instead of version "
+                        f"it was away and came back with version {reported} instead of version "
                         f"{expected}; the next publish brings it back"
                     )
             replica.mark_up()

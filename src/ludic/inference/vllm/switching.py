@@ -51,16 +51,16 @@ class SwitchRoute:
             answer["scores"] = None if scoring is None else await asyncio.shield(scoring)
         elif scope["method"] == "POST":
             try:
-                asked = {"timeout_s": 120.0, **json.loads(await _body(receive) or b"{}")}
-                async with asyncio.timeout(float(asked["timeout_s"])):
-                    answer = await self._switch(scope["app"].state.engine_client, asked)
+                order = {"timeout_s": 120.0, **json.loads(await _body(receive) or b"{}")}
+                async with asyncio.timeout(float(order["timeout_s"])):
+                    answer = await self._switch(scope["app"].state.engine_client, order)
             except Exception as exc:
                 status, answer = 500, {"error": {"message": f"{type(exc).__name__}: {exc}"}}
         kind = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": status, "headers": kind})
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
-    async def _switch(self, engine: Any, asked: MutableMapping[str, Any]) -> dict[str, Any]:
+    async def _switch(self, engine: Any, order: MutableMapping[str, Any]) -> dict[str, Any]:
         """Where a step fails, the server stays paused: nobody knows what it would sample from."""
         seconds: dict[str, float] = {}
         self._scoring = None
@@ -70,11 +70,11 @@ class SwitchRoute:
             await engine.renderer.clear_mm_cache_async()
             await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         with timed("apply", seconds):
-            named = asked.get("weight_version")
-            await engine.finish_weight_update(*([] if named is None else [str(named)]))
+            version = order.get("weight_version")
+            await engine.finish_weight_update(*([] if version is None else [str(version)]))
         with timed("resume", seconds):
-            if canary := asked.get("canary"):
-                self._scoring = await _begin_scoring(engine, canary, float(asked["timeout_s"]))
+            if canary := order.get("canary"):
+                self._scoring = await _begin_scoring(engine, canary, float(order["timeout_s"]))
             await engine.resume_generation()
         return {"seconds": seconds, "stall_s": time.perf_counter() - began}
 

@@ -156,13 +156,13 @@ def key_of_servers(config: RunConfig, folder: Path | None) -> tuple[Path | None,
     """Returns the key to the run's registered servers, and the file that has it: the one that the
     run names, or else one in its folder that whoever comes first draws."""
     section = config.inference
-    named = section.api_key_file
-    if section.api_key_env is not None or (named is None and folder is None):
+    file = section.api_key_file
+    if section.api_key_env is not None or (file is None and folder is None):
         return None, read_key(section, "inference")
-    if named is None and folder is not None:
-        named = str(folder / KEY)
+    if file is None and folder is not None:
+        file = str(folder / KEY)
         draw_key(folder / KEY)
-    return Path(str(named)), find_key(None, named, "inference")
+    return Path(str(file)), find_key(None, file, "inference")
 
 
 def draw_key(path: Path) -> None:

@@ -102,8 +102,8 @@ class ServerWatch:
             self._since = None
         elif self._since is None:
             self._since = time.monotonic()
-        has = ", ".join(f"{s.url} {'none' if s.version is None else s.version}" for s in servers)
-        self._state = f"no server has version {version} of the weights ({has})"
+        states = ", ".join(f"{s.url} {'none' if s.version is None else s.version}" for s in servers)
+        self._state = f"no server has version {version} of the weights ({states})"
 
     def check(self) -> None:
         """Raises if it has been so for too long; then the time begins anew."""

@@ -52,8 +52,8 @@ def check_other(section: OtherModelSection, where: str) -> None:
         return
     folder = Path(name)
     if folder.is_absolute() and not os.path.isdir(folder):
-        there = os.path.isdir(folder.parent)
-        beside = [p.name for p in folder.parent.glob("*")] if there else []
+        has_parent = os.path.isdir(folder.parent)
+        beside = [p.name for p in folder.parent.glob("*")] if has_parent else []
         raise ConfigError(
             f"{where}.model={name!r}: there is no such folder{nearest(folder.name, beside)}"
         )
@@ -182,10 +182,10 @@ def check_players(config: RunConfig) -> None:
                 "earlier policies set training.past_opponents"
             )
         check_other(player, f"player {player.name!r}")
-    taken = set(_clients_in(config.protocol.kwargs))
+    seated = set(_clients_in(config.protocol.kwargs))
     if config.eval.protocol is not None:
-        taken |= set(_clients_in(config.eval.protocol.kwargs))
-    if unused := names - taken:
+        seated |= set(_clients_in(config.eval.protocol.kwargs))
+    if unused := names - seated:
         raise ConfigError(
             f"player {min(unused)!r} takes no seat: name it in one, as in "
             f'protocol.kwargs.seats.X = {{ client = "{min(unused)}" }}'

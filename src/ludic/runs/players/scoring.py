@@ -131,10 +131,10 @@ class StartScores:
         weights = load_file(self._file)
         if weights.keys() != trained.keys():
             raise CheckpointError(f"{self._file} holds the weights of another model")
-        mine = dict(self._copy.named_parameters())
+        parameters = dict(self._copy.named_parameters())
         with torch.no_grad():
             for name, weight in weights.items():
-                mine[name].copy_(weight)
+                parameters[name].copy_(weight)
         self._taken = True
 
 

@@ -35,8 +35,8 @@ def load_function(name: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, TypeError, ValueError) as exc:
         near = ""
         if isinstance(exc, AttributeError) and exc.name is not None:
-            there = [n for n, f in vars(exc.obj).items() if callable(f) and not n.startswith("_")]
-            near = nearest(exc.name, there)
+            names = [n for n, f in vars(exc.obj).items() if callable(f) and not n.startswith("_")]
+            near = nearest(exc.name, names)
         raise ConfigError(
             f"{name!r} names no function in the form module:function: {exc}{near}"
         ) from exc
@@ -101,13 +101,13 @@ class _Overheard(HFChatTemplate):
         self.heard: list[Message] = []
 
     def for_tools(self) -> HFChatTemplate:
-        chosen = super().for_tools()
-        if not isinstance(chosen, _Overheard):
-            chosen = self._for_tools = _Overheard(
-                self.tokenizer, chosen.tool_parser, **self.options
+        template = super().for_tools()
+        if not isinstance(template, _Overheard):
+            template = self._for_tools = _Overheard(
+                self.tokenizer, template.tool_parser, **self.options
             )
-            chosen.heard = self.heard
-        return chosen
+            template.heard = self.heard
+        return template
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None

@@ -98,7 +98,7 @@ class RunFacts:
         cold start if that is published."""
         summary = folder.read_json("summary.json") if folder.has("summary.json") else {}
         stages = EVALUATIONS[:2] if which == "sft" else EVALUATIONS
-        there = {s: folder.evals / f"{s}.json" for s in stages}
+        files = {s: folder.evals / f"{s}.json" for s in stages}
         _, rewards = read_curve(folder.metrics, "train/reward_mean")
         _, tokens = read_curve(folder.metrics, "train/completion_tokens")
         _, elapsed = read_curve(folder.metrics, "perf/elapsed_s")
@@ -115,7 +115,7 @@ class RunFacts:
             name=str(settings.get("run", {}).get("name", folder.path.name)),
             settings=in_public(settings),
             origin=in_public(folder.read_json("origin.json")) if folder.has("origin.json") else {},
-            reports={s: read_report(path) for s, path in there.items() if path.is_file()},
+            reports={s: read_report(path) for s, path in files.items() if path.is_file()},
             rewards=tuple(rewards),
             figures=figures,
             warnings=tuple(summary.get("warnings", ())),

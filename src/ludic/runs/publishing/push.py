@@ -243,18 +243,18 @@ def _commit(api: HfApi, files: Files, repo: str, branch: str, message: str) -> s
     """Commits the files onto a branch, unless somebody else did so in between."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    there = api.model_info(repo, revision=branch)
-    names = {str(file.rfilename) for file in there.siblings or ()}
+    info = api.model_info(repo, revision=branch)
+    names = {str(file.rfilename) for file in info.siblings or ()}
     stale = sorted(names - files.keys() - _SERVERS_OWN)
     operations: list[Any] = [
         CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
         for name, content in files.items()
     ]
     operations += [CommitOperationDelete(path_in_repo=name) for name in stale]
-    done = api.create_commit(
-        repo, operations, commit_message=message, revision=branch, parent_commit=there.sha
+    commit = api.create_commit(
+        repo, operations, commit_message=message, revision=branch, parent_commit=info.sha
     )
-    return str(done.oid)
+    return str(commit.oid)
 
 
 @contextmanager

@@ -86,8 +86,8 @@ def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()
     """Returns a table with a row per stage (and environment and role, if there are several), and
     figures with their intervals as columns: the leading one, the other outcomes, and the rest."""
     lead = headline_of(reports.values(), outcomes)
-    named = dict.fromkeys([*outcomes, *outcomes_of(reports.values())])
-    columns = dict.fromkeys([lead, *(Headline("outcome", name) for name in named)])
+    names = dict.fromkeys([*outcomes, *outcomes_of(reports.values())])
+    columns = dict.fromkeys([lead, *(Headline("outcome", name) for name in names)])
     episodes = [e for report in reports.values() for e in report.episodes]
     silent = {e.env for e in episodes} - {e.env for e in episodes if e.outcome} - {None}
     table = Table(title=None, box=None, pad_edge=False, header_style="bold", leading=1)

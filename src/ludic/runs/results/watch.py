@@ -203,9 +203,9 @@ def fallen(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
             advice = f"lower sft.learning_rate (now {config.sft.learning_rate:g}), or look at the "
             advice += "teacher or the data"
         # Reports of older versions lack the outcomes that the run names.
-        named = tuple(config.eval.outcomes)
+        outcomes = tuple(config.eval.outcomes)
         a, b = (
-            replace(r, outcomes=named or r.outcomes) for r in (reports[earlier], reports[later])
+            replace(r, outcomes=outcomes or r.outcomes) for r in (reports[earlier], reports[later])
         )
         tests, lead = compare(a, b), headline_of([a, b])
         test = tests["reward"]
@@ -225,9 +225,9 @@ def hacked(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
     if not lead.is_rate:
         return []
     sentences = []
-    named = (lead.outcome,) if lead.outcome else ()  # a pair may not have come to it at all
+    outcomes = (lead.outcome,) if lead.outcome else ()  # a pair may not have come to it at all
     for earlier, later in pairwise(reports):
-        a, b = (replace(reports[stage], outcomes=named) for stage in (earlier, later))
+        a, b = (replace(reports[stage], outcomes=outcomes) for stage in (earlier, later))
         tests = compare(a, b)
         reward, rate = tests["reward"], tests[lead.key]
         rose = reward.difference.value > 0 and reward.p_value < P_VALUE

@@ -202,11 +202,11 @@ def _line_of(path: Sequence[str], text: str) -> int | None:
         stripped = line.strip()
         if header := re.match(r"\[{1,2}\s*([^\]]+?)\s*\]{1,2}", stripped):
             table = [part.strip().strip("\"'") for part in header[1].split(".")]
-            here = table
+            place = table
         elif assignment := re.match(r"([A-Za-z0-9_.\"'-]+)\s*=", stripped):
-            here = table + [part.strip("\"'") for part in assignment[1].split(".")]
+            place = table + [part.strip("\"'") for part in assignment[1].split(".")]
         else:
             continue
-        if here == wanted[: len(here)] and (best is None or len(here) > best[0]):
-            best = (len(here), number)
+        if place == wanted[: len(place)] and (best is None or len(place) > best[0]):
+            best = (len(place), number)
     return best[1] if best else None
