@@ -1,4 +1,4 @@
-"""A run file as a plan sees it: its memory is the run's own, its lengths said, seen or assumed."""
+"""A run file as a plan sees it: its memory is the run's own, its lengths given, seen or assumed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_a_run_file_does_not_say_is_called_assumed(run: Path) -> None:
     said, origins = job_of(run, ["model.lora.rank=8"], Given(tokens=100, prompt=30, mode="async"))
     assert (said.workload.lengths.mean, said.workload.prompt, said.mode) == (100, 30, "async")
     assert said.costs.adapter is not None
-    assert "said" in origins["tokens of a completion"]
+    assert "given" in origins["tokens of a completion"]
 
 
 def test_the_mode_is_the_run_files(run: Path) -> None:

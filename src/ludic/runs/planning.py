@@ -55,7 +55,7 @@ _SEEN = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What was said beside the run file; None: as it follows from the run, or assumed."""
+    """What was given beside the run file; None: as it follows from the run, or assumed."""
 
     gpu: str = "h200"
     shape: str | None = None
@@ -109,7 +109,7 @@ def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job
     )
     if any(_blocks(env.kind) is None for env in config.env):
         origins["the environment"] = "in a thread (assumed: it cannot be imported here)"
-    origins["mode"] = f"{mode}" + (" (said)" if given.mode else " (the run file)")
+    origins["mode"] = f"{mode}" + (" (given)" if given.mode else " (the run file)")
     return job, origins
 
 
@@ -141,7 +141,7 @@ def _workload(config: RunConfig, given: Given) -> tuple[Workload, dict[str, str]
     training, most = config.training, config.inference.sampling.max_tokens
     most = most or training.max_seq_len
     mean = given.tokens or 0.6 * most
-    text = "said" if given.tokens else "assumed: 0.6 of inference.sampling.max_tokens"
+    text = "given" if given.tokens else "assumed: 0.6 of inference.sampling.max_tokens"
     lengths = Lengths(min(max(mean, 1.0), most), most)
     work = Workload(
         training.rollouts_per_update,
@@ -155,10 +155,10 @@ def _workload(config: RunConfig, given: Given) -> tuple[Workload, dict[str, str]
     )
     origins = {
         "tokens of a completion": f"{lengths.mean:.0f} on average, {most} at most ({text})",
-        "tokens of a prompt": f"{work.prompt} ({'said' if given.prompt else 'assumed'})",
+        "tokens of a prompt": f"{work.prompt} ({'given' if given.prompt else 'assumed'})",
         "turns of an episode": f"1 (assumed; at most {training.max_steps})",
-        "a step of the environment": f"{work.env_s:g} s ({'said' if given.env_s else 'assumed'})",
-        "an episode on the host": f"{work.host_s:g} s ({'said' if given.host_s else 'assumed'})",
+        "a step of the environment": f"{work.env_s:g} s ({'given' if given.env_s else 'assumed'})",
+        "an episode on the host": f"{work.host_s:g} s ({'given' if given.host_s else 'assumed'})",
     }
     if given.earlier is not None:
         work = _trained(_seen(work, given.earlier), given.earlier)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ludic.inference.vllm.client import VLLMChatClient
     from ludic.inference.vllm.rotation import Replica
 
-PlaneName = Literal["auto", "shared_memory", "ipc", "nccl", "gloo", "http"]
 ChosenPlane = Literal["shared_memory", "ipc", "nccl", "gloo", "http"]
+PlaneName = Literal["auto", ChosenPlane]
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,10 +47,9 @@ def check_windows(model: nn.Module, ids: Tensor, max_tokens: int) -> None:
             wanted = keys > last - (window or max_tokens)
             if not torch.equal(_visible(rule, last, keys), wanted):
                 raise ConfigError(
-                    f"layer {layer} names the window {window}, and its "
-                    f"mask hides other tokens from token {last}: the in-process engine does not "
-                    "know this kind of attention; sample through a vLLM server (VLLMChatClient) "
-                    "instead"
+                    f"layer {layer} names the window {window}, and its mask hides other tokens "
+                    f"from token {last}: the in-process engine does not know this kind of "
+                    f"attention; {_INSTEAD}"
                 )
 
 

@@ -8,9 +8,9 @@ from math import ceil
 from typing import Any
 
 from ludic.errors import OutOfMemoryError
+from ludic.memory.plan import GIB as GIB
 from ludic.memory.shape import ModelShape
 
-GIB = 2**30
 HEADROOM = 0.05
 """Of the GPU: for what neither side counts, such as CUDA graphs and the allocators' gaps."""
 FIXED = 3 * GIB

@@ -18,7 +18,7 @@ _MODELS = [("model", "name"), *((place, key) for place in OTHERS for key in ("mo
 
 def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str] = ()) -> None:
     """Makes the paths in a run's tables absolute. Those of the file are relative to its `folder`,
-    or, as once upon a time, to the working directory if they are only there; those that were
+    or, as in earlier versions, to the working directory if they are only there; those that were
     `overridden` come from the command line, and are relative to the working directory."""
 
     def resolve(place: str, key: str) -> None:
