@@ -80,8 +80,8 @@ class EngineServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if self._key is not None and request.path != OPEN and not has_key(self._key, given):
+        authorization = request.headers.get("Authorization", "")
+        if self._key is not None and request.path != OPEN and not has_key(self._key, authorization):
             return _refusal(401, "this server wants the key of its run")
         try:
             response: web.StreamResponse = await handler(request)
@@ -103,17 +103,17 @@ class EngineServer:
         return {"tokens": list(self._tokenizer.encode(body["prompt"], add_special_tokens=special))}
 
     async def _generate(self, body: Any) -> Any:
-        given = dict(body["sampling_params"])
+        params = dict(body["sampling_params"])
         returns = ReturnSpec(
-            logprobs=given.pop("logprobs", None) is not None,
-            prompt_logprobs=given.pop("prompt_logprobs", None) is not None,
+            logprobs=params.pop("logprobs", None) is not None,
+            prompt_logprobs=params.pop("prompt_logprobs", None) is not None,
         )
-        given.pop("include_stop_str_in_output", None)  # they always stay
-        extensions = {"ignore_eos": True} if given.pop("ignore_eos", False) else {}
-        if unknown := sorted(given.keys() - _SAMPLING):
+        params.pop("include_stop_str_in_output", None)  # they always stay
+        extensions = {"ignore_eos": True} if params.pop("ignore_eos", False) else {}
+        if unknown := sorted(params.keys() - _SAMPLING):
             raise ValueError(f"this server has no sampling parameters {unknown}")
-        given |= {name: tuple(given.get(name, ())) for name in ("stop", "stop_token_ids")}
-        sampling = SamplingConfig(**given)
+        params |= {name: tuple(params.get(name, ())) for name in ("stop", "stop_token_ids")}
+        sampling = SamplingConfig(**params)
         if returns.prompt_logprobs and sampling.temperature != 1:
             raise ValueError("prompt log-probs are those at temperature 1, as vLLM's")
         response = await self._client.complete_tokens(

@@ -261,9 +261,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self, body: bytes = b"") -> None:
         signature = _signature(self.policies.key, self.path, body).encode()
-        given = (self.headers.get("Authorization") or "").encode()
+        authorization = (self.headers.get("Authorization") or "").encode()
         checksum, _, what = self.path.strip("/").partition("/")
-        if not hmac.compare_digest(given, signature):
+        if not hmac.compare_digest(authorization, signature):
             self._answer(401, b"another key")
             return
         with self.policies.opened(checksum) as opened:

@@ -44,17 +44,17 @@ def sampling_body(sampling: SamplingConfig, dialect: Literal["openai", "vllm"]) 
     """The sampling settings as entries of a request's body; what is off is left out, but for what
     vLLM would then take from the model's own generation settings. Raises `RequestRejectedError`
     for a setting that the dialect has no word for."""
-    given = asdict(sampling)
-    values = {n: list(v) if isinstance(v, tuple) else v for n, v in given.items()}
-    asked = {n: v for n, v in values.items() if n in _ALWAYS or given[n] != getattr(_OFF, n)}
+    settings = asdict(sampling)
+    values = {n: list(v) if isinstance(v, tuple) else v for n, v in settings.items()}
+    stated = {n: v for n, v in values.items() if n in _ALWAYS or settings[n] != getattr(_OFF, n)}
     if dialect == "openai":
-        if unknown := [name for name in _OF_VLLM if name in asked]:
+        if unknown := [name for name in _OF_VLLM if name in stated]:
             raise RequestRejectedError(
                 f"the OpenAI interface has no {', '.join(unknown)}: leave them off, or set "
                 "dialect='vllm' for a server that understands them"
             )
-        return asked
-    body = asked | {name: values[name] for name in _POLICY}
+        return stated
+    body = stated | {name: values[name] for name in _POLICY}
     if sampling.stop:
         # The tokens that spell a stop string were sampled: they stay part of the completion.
         body["include_stop_str_in_output"] = True

@@ -156,11 +156,11 @@ class ScriptedChatClient:
         self.tokenize_seconds += time.perf_counter() - started
         logprobs: tuple[float, ...] | None = None
         if request.returns.logprobs:
-            given = self._logprob
+            logprob = self._logprob
             logprobs = (
-                tuple(given(i, token) for i, token in enumerate(ids))
-                if callable(given)
-                else (given,) * len(ids)
+                tuple(logprob(i, token) for i, token in enumerate(ids))
+                if callable(logprob)
+                else (logprob,) * len(ids)
             )
         trace = TokenTrace(
             request.prompt_token_ids,

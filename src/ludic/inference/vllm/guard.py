@@ -24,8 +24,8 @@ App = Callable[..., Awaitable[None]]
 
 def has_key(key: str, authorization: str) -> bool:
     """Whether a request's header has the key."""
-    scheme, _, given = authorization.partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())
+    scheme, _, token = authorization.partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(token.encode(), key.encode())
 
 
 class KeyGuard:
@@ -40,8 +40,8 @@ class KeyGuard:
     async def __call__(self, scope: MutableMapping[str, Any], receive: App, send: App) -> None:
         asks = scope["type"] in ("http", "websocket") and scope["path"] != OPEN
         headers = {name.lower(): value for name, value in scope.get("headers", ())}
-        given = headers.get(b"authorization", b"").decode("latin-1")
-        if not asks or has_key(self._key, given):
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        if not asks or has_key(self._key, authorization):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

@@ -79,8 +79,8 @@ def share_beside_trainer(total: int, free: int, trainer: int, server: ServerNeed
     trainer its own; one of unknown size gets half of the rest. Raises `OutOfMemoryError` if less
     than it needs is left."""
     room = free - trainer - int(HEADROOM * total)
-    given = room // 2 if server is None else min(server.wanted, room)
-    if given < (FIXED if server is None else server.least):
+    granted = room // 2 if server is None else min(server.wanted, room)
+    if granted < (FIXED if server is None else server.least):
         needs = "" if server is None else f", and the vLLM server needs {_gib(server.least)}"
         raise OutOfMemoryError(
             f"{_gib(free)} of the GPU's {_gib(total)} are free; the trainer will take about "
@@ -88,7 +88,7 @@ def share_beside_trainer(total: int, free: int, trainer: int, server: ServerNeed
             "inference.max_context_tokens, set training.gradient_checkpointing = true, or state "
             "the server's share as inference.vllm.gpu_memory"
         )
-    return ceil(given / total * 10_000) / 10_000
+    return ceil(granted / total * 10_000) / 10_000
 
 
 def _gib(count: int) -> str:

@@ -291,10 +291,10 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
     parser.add_argument("--python", help="the Python that has vLLM; else LUDIC_VLLM_PYTHON")
     parser.add_argument("--log", help="where the server's output goes")
     parser.add_argument("--start-timeout-s", type=float, default=600.0)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and not given[0].startswith("-"):  # only the first: any other may be a flag's value
-        given.insert(0, "--model")
-    args, rest = parser.parse_known_args(given)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and not words[0].startswith("-"):  # only the first: any other may be a flag's value
+        words.insert(0, "--model")
+    args, rest = parser.parse_known_args(words)
     stated = {f.name: getattr(args, f.name) for f in fields(ServerSettings) if f.name in args}
     settings = ServerSettings(**stated, extra=tuple(rest))
     return settings, args

@@ -163,9 +163,9 @@ class OtherPlayers:
 
 def sampling_of(player: PlayerSection, inference: InferenceSpec) -> InferenceSpec:
     """Returns how a player is sampled from: as the run says, or as its table does."""
-    given = player.model_dump(include={"temperature", "max_tokens"}, exclude_none=True)
+    overrides = player.model_dump(include={"temperature", "max_tokens"}, exclude_none=True)
     returns = ReturnSpec(logprobs=player.api == "vllm")
-    return replace(inference, sampling=replace(inference.sampling, **given), returns=returns)
+    return replace(inference, sampling=replace(inference.sampling, **overrides), returns=returns)
 
 
 def check_players(config: RunConfig) -> None:

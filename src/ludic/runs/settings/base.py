@@ -162,11 +162,11 @@ def explain_problem(
         if key == "env":
             problem += ': name an environment, as in [env] kind = "tic_tac_toe"'
     else:
-        fault, given = error["msg"].removeprefix("Value error, "), error["input"]
-        shown = f"{key!r}" if isinstance(given, dict) else f"{key!r} = {given!r}"
-        if error["type"] == "literal_error" and isinstance(given, str):
+        fault, value = error["msg"].removeprefix("Value error, "), error["input"]
+        shown = f"{key!r}" if isinstance(value, dict) else f"{key!r} = {value!r}"
+        if error["type"] == "literal_error" and isinstance(value, str):
             options = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-            near = near_names(given, options)
+            near = near_names(value, options)
             fault += f"; did you mean {near[0]!r}?" if near else ""
         problem = f"{shown}: {fault[0].lower()}{fault[1:]}"
     if key in overridden:
