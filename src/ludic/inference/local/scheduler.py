@@ -99,8 +99,8 @@ class Scheduler:
     ) -> None:
         self.memory, self.store, self.tokenizer = memory, store, tokenizer
         decode = _decoder(tokenizer)
-        self._decode = partial(decode, skip_special_tokens=True)  # without what ends a turn
-        self._spell = partial(decode, skip_special_tokens=False)  # for stop strings
+        self.decode = partial(decode, skip_special_tokens=True)  # without what ends a turn
+        self.spell = partial(decode, skip_special_tokens=False)  # for stop strings
         self.version = version
         self.admitting = True
         self.waiting: deque[Sequence] = deque()
@@ -275,7 +275,7 @@ class Scheduler:
         """Whether the last token was the end. If not, there is a place for the next one, or the
         sequence has failed."""
         try:
-            if sequence.check_end(self._spell) is not None:
+            if sequence.check_end(self.spell) is not None:
                 return True
             self.memory.place(sequence, len(sequence.tokens))
         except Exception as exc:
@@ -293,7 +293,7 @@ class Scheduler:
                 "queue_seconds": s.admitted_at - s.submitted_at,
             }
             try:
-                text = self._decode(s.completion) if s.returns.text else None
+                text = self.decode(s.completion) if s.returns.text else None
                 answers.append((s, s.response(text, info)))
             except Exception as exc:
                 self._fail(s, step_error(exc, s, by="the engine"))
