@@ -9,9 +9,10 @@ from secrets import token_hex
 from typing import Any
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from ludic.envs import LudicEnv
-from ludic.errors import RolloutError
+from ludic.errors import PipelineError, RolloutError
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
 from ludic.interaction.factories import single_agent_protocol
 from ludic.pipeline import (
@@ -23,7 +24,7 @@ from ludic.pipeline import (
     run_pipeline_actor,
 )
 from ludic.pipeline.messages import Unit, unit_message
-from ludic.pipeline.store import Store
+from ludic.pipeline.store import RefusedError, Store
 from ludic.rollouts import RolloutEngine
 from ludic.types import Rollout
 from tests.pipeline.test_batch_source import acting, announced, units_of, until
@@ -104,8 +105,12 @@ async def test_what_cannot_be_sent_costs_its_episode_and_no_actor(
 
 @pytest.mark.parametrize("limit", ["proto-max-bulk-len", "client-query-buffer-limit"])
 async def test_a_record_that_redis_refuses_costs_its_unit_and_no_actor(
-    own_server: LocalRedis, limit: str, caplog: pytest.LogCaptureFixture
+    own_server: LocalRedis,
+    limit: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("ludic.pipeline.store._BREAKING_S", 0.2)
     config = PipelineConfig(own_server.url, "refused", patience_s=30.0)
     server_of(Store(config)).config_set(limit, "1mb")
     kept, long = Kept(), token_hex(3 * 2**19)  # compressed, half of it
@@ -117,12 +122,70 @@ async def test_a_record_that_redis_refuses_costs_its_unit_and_no_actor(
     failed = {r.episode_id: r.error for r in kept if r.error is not None}
     assert {episode.partition("/")[0] for episode in failed} == {"unit-0"}
     assert len(failed) == 4 == first.meta["failed_episodes"]
-    said = (
-        r"what it recorded cannot be sent: PipelineError: Redis at unix:.* (breaks off|cannot do)"
-    )
+    said = r"what it recorded cannot be sent: RefusedError: Redis at unix:.* (breaks off|cannot do)"
     assert all(re.match(said, error) for error in failed.values())
     named = r"4 of a batch's 8 .*: unit 0 \(environment 'guess', seed \d+\), played by .*: what it"
     assert re.search(named, caplog.text)
+    await source.close()
+
+
+def broken_off(store: Store, monkeypatch: pytest.MonkeyPatch, pings: list[bool]) -> list[bytes]:
+    """A store whose server breaks off a request once for each of `pings`, which says whether it
+    answers a small one then. Returns the requests that came through."""
+    came: list[bytes] = []
+
+    def call(keys: list[str], args: tuple[bytes, ...]) -> bytes:
+        if pings:
+            raise RedisConnectionError("broken pipe")
+        came.extend(args)
+        return b"ok"
+
+    monkeypatch.setattr("ludic.pipeline.store._FIRST_WAIT_S", 0.0)
+    monkeypatch.setitem(store._scripts, "append", call)
+    monkeypatch.setattr(store, "_answers", lambda: pings.pop(0))
+    return came
+
+
+def test_a_line_that_flaps_for_a_moment_costs_no_large_record(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came = broken_off(store, monkeypatch, [True] * 12)
+    assert store.run("append", b"x" * 2**20) == b"ok"
+    assert came == [b"x" * 2**20]
+
+
+def test_what_a_server_breaks_off_is_too_large_only_if_it_was_there_all_the_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ludic.pipeline.store._BREAKING_S", 0.0)
+    broken_off(store, monkeypatch, [*[True] * 3, False, *[True] * 3])
+    assert store.run("append", b"x" * 2**20) == b"ok"
+    broken_off(store, monkeypatch, [*[True] * 3, False, *[True] * 4])
+    with pytest.raises(RefusedError, match="breaks off a request of 1,048,576 bytes"):
+        store.run("append", b"x" * 2**20)
+
+
+async def test_what_redis_refuses_for_another_reason_costs_no_episode(
+    config: PipelineConfig, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+    run = Store.run
+
+    def refuse_twice(self: Store, script: str, *args: Any, **options: Any) -> Any:
+        if script == "append" and len(refused) < 2:
+            refused.append(script)
+            raise PipelineError("NOREPLICAS Not enough good replicas to write.")
+        return run(self, script, *args, **options)
+
+    monkeypatch.setattr(Store, "run", refuse_twice)
+    source = await announced(make_source(config))
+    asked = asyncio.create_task(source.next_batch())
+    with pytest.raises(PipelineError, match="NOREPLICAS"):
+        async with acting(config) as (actor,):
+            await asyncio.wait({actor}, timeout=60)
+    refused.append("the replicas are back")
+    async with acting(config):
+        assert (await asyncio.wait_for(asked, 60)).meta["failed_episodes"] == 0
     await source.close()
 
 

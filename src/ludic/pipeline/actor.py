@@ -25,7 +25,7 @@ from ludic.inference.client import ChatClient
 from ludic.pipeline.messages import Group, Times, Unit, group_message, read_unit
 from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, stamped
 from ludic.pipeline.policy_follower import PolicyFollower
-from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries
+from ludic.pipeline.store import NoAnswerError, PipelineConfig, RefusedError, Store, entries
 from ludic.plumbing.text import error_text
 from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.episode_runner import failed_episode
@@ -292,22 +292,26 @@ class Actor:
         """Appends the group. What cannot be encoded, or what Redis refuses, has failed, like an
         episode that raised: the next actor would get no further with it. It costs its episode; a
         group that cannot be sent only as a whole costs all of them."""
+        refusal: RefusedError | None = None
         try:
             return self._append(entry, group)
         except Exception as exc:
-            if isinstance(unit, Group) or isinstance(exc, NoAnswerError):
+            if isinstance(unit, Group) or _has_other_trouble(exc):
                 raise
+            refusal = exc if isinstance(exc, RefusedError) else None
         planned = plan_episodes(unit.requests, seed=self._engine.seed, prefix=unit.prefix)
         parts = {e.id: [r for r in group.rollouts if r.episode_id == e.id] for e in planned}
         for episodes in (*((episode,) for episode in planned), planned):
             group = replace(group, rollouts=tuple(r for e in episodes for r in parts[e.id]))
             try:
+                if refusal is not None:  # of the whole: it would be refused once more
+                    raise refusal
                 if episodes is planned:
                     return self._append(entry, group)
                 group_message(group)
-            except NoAnswerError:
-                raise
             except Exception as exc:
+                if _has_other_trouble(exc):
+                    raise
                 why = f"what it recorded cannot be sent: {error_text(exc)}"
                 parts |= {e.id: failed_episode(e, unit.max_steps, why) for e in episodes}
         rollouts = tuple(r for part in parts.values() for r in part)
@@ -381,3 +385,8 @@ def only(requests: Iterable[RolloutRequest]) -> Accepts:
         )
 
     return accepts
+
+
+def _has_other_trouble(error: Exception) -> bool:
+    """Whether Redis could not take a group for a reason that lies in no record of it."""
+    return isinstance(error, PipelineError) and not isinstance(error, RefusedError)

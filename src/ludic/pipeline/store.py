@@ -41,7 +41,8 @@ _PASSING = (
 )
 _PASSING_CODES = ("OOM", "LOADING", "MISCONF", "BUSY", "READONLY", "MASTERDOWN")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
-_ALWAYS_TAKEN, _MOST_BREAKS = 1_000_000, 4  # no server can be told to take less than 1 MiB
+_ALWAYS_TAKEN = 1_000_000  # no server can be told to take less than 1 MiB
+_LEAST_BREAKS, _BREAKING_S = 4, 10.0  # a line that flaps has had its time by then
 MAX_NAME = 200
 _LUA = Path(__file__).with_name("scripts.lua")
 _KEYS = ("requests", "groups", "units", "meta", "actors", "trainer", "servers", "roles")
@@ -95,6 +96,10 @@ class LostRunError(PipelineError):
 
 class NoAnswerError(PipelineError):
     """The server did not answer for as long as was waited for it."""
+
+
+class RefusedError(PipelineError):
+    """The server does not take a request, and would not take it later: it is too large."""
 
 
 class EmptiedError(PipelineError):
@@ -162,11 +167,11 @@ class Store:
     def patiently(
         self, call: Callable[[], T], what: str, patience_s: float | None = None, size: int = 0
     ) -> T:
-        """What `call` returns, asked again while the server cannot answer. Where it only breaks off
-        a request of this `size` again and again, the request is too large for it."""
+        """What `call` returns, asked again while the server cannot answer. Where for a while it
+        breaks off nothing but a request of this `size`, the request is too large for it."""
         patience = self.config.patience_s if patience_s is None else patience_s
         began = time.monotonic()
-        wait, warned, breaks = _FIRST_WAIT_S, False, 0
+        wait, warned, breaks = _FIRST_WAIT_S, False, list[float]()
         while True:
             try:
                 return call()
@@ -177,20 +182,18 @@ class Store:
                 ) from None
             except _PASSING as exc:
                 problem: errors.RedisError = exc
-                if size > _ALWAYS_TAKEN and isinstance(exc, errors.ConnectionError):
-                    with suppress(errors.RedisError):
-                        breaks += bool(self._redis.ping())
-                if breaks == _MOST_BREAKS:
-                    raise PipelineError(
+                broken = size > _ALWAYS_TAKEN and isinstance(exc, errors.ConnectionError)
+                breaks = [*breaks, time.monotonic()] if broken and self._answers() else []
+                if len(breaks) >= _LEAST_BREAKS and breaks[-1] - breaks[0] >= _BREAKING_S:
+                    raise RefusedError(
                         f"Redis at {self.config.shown} breaks off a request of {size:,} bytes "
                         f"({what}): raise its client-query-buffer-limit and proto-max-bulk-len"
                     ) from exc
             except errors.ResponseError as exc:
                 if _code(exc) not in _PASSING_CODES:
-                    raise PipelineError(
-                        f"Redis at {self.config.shown} cannot do {what!r}: {exc}"
-                    ) from exc
-                problem = exc
+                    kind = RefusedError if _code(exc) == "Protocol" else PipelineError
+                    raise kind(f"Redis at {self.config.shown} cannot do {what!r}: {exc}") from exc
+                problem, breaks = exc, []
             waited = time.monotonic() - began
             hurried = time.monotonic() >= self._until
             if waited >= patience or hurried or self._closed.is_set():
@@ -206,6 +209,12 @@ class Store:
                 warned = True
             self._closed.wait(min(wait, max(patience - waited, 0.01)))
             wait = min(wait * 2, _LONGEST_WAIT_S)
+
+    def _answers(self) -> bool:
+        """Whether the server answers a small request at this moment."""
+        with suppress(errors.RedisError):
+            return bool(self._redis.ping())
+        return False
 
     def durability(self) -> str:
         """What a crash of the server can cost, as it is set up: "always" (nothing that it has
