@@ -12,9 +12,12 @@ import pytest
 from ludic.errors import RolloutError
 from ludic.interaction.base import Runtime
 from ludic.pipeline import PipelineConfig
+from ludic.pipeline.messages import Group
+from ludic.pipeline.reading import FailureMonitor, count_failures
 from ludic.pipeline.store import Store
+from ludic.plumbing.text import TRACEBACK
 from ludic.rollouts import RolloutEngine
-from ludic.types import Info, Obs, Rollout
+from ludic.types import EnvSpec, Info, Obs, Rollout
 from tests.pipeline import world
 from tests.pipeline.test_batch_source import acting, announced, units_of
 from tests.pipeline.world import make_client, make_source
@@ -77,3 +80,38 @@ async def test_an_actor_that_fails_at_everything_ends_the_run_by_the_trainers_ju
         assert not actor.done()
         assert "in env_reset" in str(caught.value.__notes__)
     await source.close()
+
+
+def played(number: int, failed: int, why: str) -> Group:
+    """A group of eight episodes, of which some failed in the same way."""
+    return Group(
+        number,
+        tuple(
+            Rollout(
+                f"unit-{number}/{i}/agent",
+                (),
+                episode_id=f"unit-{number}/{i}",
+                env=EnvSpec("guess"),
+                env_seed=number,
+                error=f"EnvError: {why}" if i < failed else None,
+                meta={TRACEBACK: f"the traceback of {why}"} if i < failed else {},
+            )
+            for i in range(8)
+        ),
+        "an actor",
+    )
+
+
+def test_a_run_with_flaky_episodes_logs_little_and_still_ends_with_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monitor = FailureMonitor(0.5)
+    for first in range(0, 256, 64):
+        units = range(first, first + 64)
+        count_failures(monitor, [played(n, n % 4 == 0, "no answer in time") for n in units])
+        assert [record.args for record in caplog.records][-1:] == [(11,)]
+        assert len(caplog.records) == 6
+        caplog.clear()
+    with pytest.raises(RolloutError, match="EnvError: this level has no door") as caught:
+        count_failures(monitor, [played(n, 8, "this level has no door") for n in range(256, 320)])
+    assert caught.value.__notes__ == ["the traceback of this level has no door"]

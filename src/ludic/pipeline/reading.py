@@ -23,6 +23,7 @@ from ludic.rollouts.requests import RolloutRequest
 from ludic.types import EnvSpec, ProtocolSpec, TokenTrace, to_json
 
 _log = logging.getLogger("ludic.pipeline")
+_MOST_NAMED = 5  # causes of failures that are logged for one batch
 
 StalePolicy: TypeAlias = Literal["wait", "drop", "correct"]
 """What keeps samples from being older than `max_lag`. "wait": a unit is asked for only when it can
@@ -171,8 +172,12 @@ def count_failures(monitor: FailureMonitor, groups: Sequence[Group]) -> None:
                 failed[rollout.episode_id] = (cause, rollout.meta.get(TRACEBACK))
     for _ in range(len(episodes) - len(failed)):
         monitor.record(None)
-    for (cause, trace), count in Counter(failed.values()).items():
+    causes = Counter(failed.values())
+    for (cause, _), count in causes.most_common(_MOST_NAMED):
         _log.warning("%d of a batch's %d episodes failed: %s", count, len(episodes), cause)
+    if rest := causes.total() - sum(n for _, n in causes.most_common(_MOST_NAMED)):
+        _log.warning("%d more of the batch's episodes failed; their records say why", rest)
+    for (cause, trace), count in causes.items():
         for _ in range(count):
             monitor.record(cause, trace)
 

@@ -356,12 +356,14 @@ class FailureMonitor:
 
     def record(self, cause: str | None, trace: str | None = None) -> None:
         """Notes one attempt, by the cause of its failure or None. The error has the traceback of
-        the most frequent cause as a note, which Python prints with it."""
+        the most frequent cause that came with one lately as a note, which Python prints with it."""
         self._causes.append(cause)
         if cause is None:
             return
-        if trace is not None and len(self._tracebacks) < MOST_TRACEBACKS:
-            self._tracebacks.setdefault(cause, trace)
+        if trace is not None and cause not in self._tracebacks:
+            if len(self._tracebacks) == MOST_TRACEBACKS:
+                del self._tracebacks[next(iter(self._tracebacks))]
+            self._tracebacks[cause] = trace
         failures = Counter(c for c in self._causes if c is not None)
         attempts = max(len(self._causes), self.MIN_ATTEMPTS)
         if failures.total() > self.max_rate * attempts:
@@ -370,6 +372,7 @@ class FailureMonitor:
                 f"{failures.total()} of the last {len(self._causes)} episodes failed, over "
                 f"max_failure_rate={self.max_rate}:\n{shown}"
             )
-            if note := self._tracebacks.get(failures.most_common(1)[0][0]):
+            kept = self._tracebacks
+            if note := next((kept[c] for c, _ in failures.most_common() if c in kept), None):
                 error.add_note(note)
             raise error
