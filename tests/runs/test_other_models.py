@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
 
 import ludic
@@ -108,6 +109,20 @@ def test_the_start_of_a_new_adapter_is_the_model_below_it() -> None:
     run = ludic.train(Letters, **small(model=model, algorithm=algorithm, reference="start"))
     assert metrics(run)[0]["train/kl_reference"] == pytest.approx(0, abs=1e-5)
     assert not (run.folder.path / "reference").exists()
+
+
+def test_a_new_adapter_is_drawn_from_the_runs_seed_and_takes_nobodys_random_numbers() -> None:
+    def drawn(seed: int) -> list[Any]:
+        model = {**small()["model"], "lora": {"rank": 2}}
+        run = ludic.Run(Letters, **small(model=model, seed=seed, out=f"run-{seed}"))
+        return [p for name, p in run.model.named_parameters() if "lora_A" in name]
+
+    before = torch.get_rng_state()
+    first, again, other = drawn(1), drawn(1), drawn(2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def test_the_reference_is_a_folder_an_earlier_run_or_a_loaded_model(saved: Path) -> None:

@@ -52,7 +52,7 @@ def build_model(
         model, tokenizer = from_pretrained(section, section.name, dtype)
     tokenizer = with_template(config, tokenizer)
     if section.lora is not None:
-        model = with_adapter(model, section)
+        model = with_adapter(model, section, derive_seed(config.run.seed, "lora"))
     if weights is not None:
         load_weights(model, weights)
     if is_given(section.name) and section.device is None:

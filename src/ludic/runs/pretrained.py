@@ -114,7 +114,7 @@ def _misfit(section: ModelSection, name: str, error: TypeError) -> str:
     return unknown_argument(unknown[0], names) if unknown else str(error)
 
 
-def with_adapter(model: nn.Module, section: ModelSection) -> nn.Module:
+def with_adapter(model: nn.Module, section: ModelSection, seed: int) -> nn.Module:
     peft = load_package("peft", "peft")
     assert section.lora is not None
     adapter = peft.LoraConfig(
@@ -124,7 +124,9 @@ def with_adapter(model: nn.Module, section: ModelSection) -> nn.Module:
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    with configuring("model.lora"):
+    # Its weights are drawn from torch's global state: fork it, so that nobody else's changes.
+    with configuring("model.lora"), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         # In the module's own type: float32 masters are the optimizer's, as for any other weight.
         wrapped: nn.Module = peft.get_peft_model(model, adapter, autocast_adapter_dtype=False)
         return wrapped
