@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 import time
+import weakref
 from functools import partial
 from operator import mul
 from typing import Any
@@ -109,3 +111,27 @@ async def test_answers_that_come_before_the_loop_looks_wake_it_once(
     hold_up_the_loop()
     assert await asyncio.gather(*calls) == [True] * 8
     assert len(woken) == 1
+
+
+def test_a_loop_that_is_closed_before_it_hears_of_an_answer_is_forgotten() -> None:
+    threads, gate = EnvThreads(), threading.Event()
+
+    def leave_a_call_alone(loop: asyncio.AbstractEventLoop) -> weakref.ref[Any]:
+        async def begin() -> asyncio.Task[Any]:
+            call = threads.run(gate.wait, what="a gate", whom="a call", timeout_s=None)
+            task = asyncio.create_task(call)
+            await asyncio.sleep(0)
+            return task
+
+        task: Any = loop.run_until_complete(begin())
+        task._log_destroy_pending = False
+        gate.set()
+        asyncio.run(eventually(lambda: len(threads._idle) == 1))
+        loop.close()
+        return weakref.ref(loop)
+
+    left = leave_a_call_alone(asyncio.new_event_loop())
+    calls = threads.run(lambda: 1, what="an answer", whom="a call", timeout_s=60)
+    assert asyncio.run(calls) == 1
+    gc.collect()
+    assert left() is None

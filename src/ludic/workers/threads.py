@@ -147,7 +147,7 @@ class EnvThreads:
                 on_return = call.on_return
                 if on_return is None:
                     self._idle.append(inbox)
-                    answered = self._answered.setdefault(call.loop, [])
+                    answered = self._answered_in(call.loop)
                     answered.append(call)
             if on_return is not None:
                 self._leave(on_return)
@@ -155,6 +155,15 @@ class EnvThreads:
             if answered[0] is call:
                 self._wake(call.loop)
             del call, answered
+
+    def _answered_in(self, loop: asyncio.AbstractEventLoop) -> list[_Call]:
+        """What the loop has not seen yet. What one has not seen when it is closed, it never will:
+        that is forgotten here."""
+        if loop not in self._answered:
+            for closed in [other for other in self._answered if other.is_closed()]:
+                del self._answered[closed]
+            self._answered[loop] = []
+        return self._answered[loop]
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         """Tells a loop of all that was answered until it looks: waking it costs more than that."""
