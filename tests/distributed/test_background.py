@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -175,6 +175,42 @@ async def test_a_model_on_a_gpu_is_read_once_it_is_copied(monkeypatch: pytest.Mo
     gate.open.release()
     await publisher.settle()
     assert was_copied == [True]
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_no_publish_begins_before_the_reading_of_its_model(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the publish before it ends."""
+    monkeypatch.setattr("ludic.distributed.background._is_on_host", lambda weights: False)
+    ending, reading, unread = asyncio.Event(), list[int](), list[int]()
+
+    class Reading(PolicyPublisher):
+        snapshots = "host"
+
+        async def read_model(self, weights: Weights, version: int) -> None:
+            reading.append(version)
+
+        async def publish(self, weights: Weights, version: int) -> PublishReport:
+            unread.extend({version} - set(reading))
+            if version == 1:
+                await ending.wait()
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+            return PublishReport(version, 0.0)
+
+    async def at_once(copy: Callable[[], Any]) -> Any:
+        return copy()
+
+    publisher, weights = BackgroundPublisher(Reading(), held=True), {"a": torch.ones(3)}
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    await publisher.publish(weights, 1)
+    for _ in range(20):  # as often as anything else may run meanwhile
+        await asyncio.sleep(0)
+    ending.set()
+    await publisher.publish(weights, 2)
+    await publisher.settle()
+    assert (reading, unread) == ([1, 2], [])
 
 
 async def test_scores_that_are_taken_for_later_leave_the_model_in_its_mode() -> None:

@@ -132,6 +132,7 @@ class BackgroundPublisher(PolicyPublisher):
             await asyncio.shield(taking)
         reading = asyncio.create_task(self.inner.read_model(weights, version))
         self._copying = asyncio.create_task(asyncio.wait({taking, reading}))
+        await asyncio.sleep(0)  # reading has begun: without it, a publish would check nothing
         self.check()
         if self.beside is not None:
             await self.beside.publish(weights, version)
