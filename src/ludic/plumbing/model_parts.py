@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from ludic.errors import ConfigError
@@ -93,14 +94,23 @@ def may_drop(model: nn.Module) -> bool:
 
 
 class Dropouts:
-    """Those modules of a model that have a probability of dropping units, 0 or more: to ask again
-    and again, since walking through all the modules of a large adapter takes 10 ms."""
+    """Those modules of a model that can have a probability of dropping units, 0 or more: to ask
+    again and again, since looking at all the modules of a large adapter takes 10 ms. Whether they
+    are still the same modules is seen in a tenth of that."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [(n, m) for n, m in model.named_modules() if any(_probabilities(m))]
+        self._model = model
+        self._list()
+
+    def _list(self) -> None:
+        self._all = _modules_below(self._model)
+        self._modules = [(n, m) for n, m in self._model.named_modules() if _can_drop(m)]
 
     def active(self, but: str | None = None) -> str | None:
         """The first that would drop units as it is now. Those inside `but` do not count."""
+        there = _modules_below(self._model)
+        if len(there) != len(self._all) or not all(map(is_, there, self._all)):
+            self._list()
         for name, module in self._modules:
             if not module.training or (but is not None and but in name.split(".")):
                 continue
@@ -108,6 +118,19 @@ class Dropouts:
                 if p > 0:
                     return f"{name} (p={p})" if attribute == "p" else f"{name}.{attribute} ({p})"
         return None
+
+
+def _modules_below(model: nn.Module) -> list[nn.Module]:
+    """All modules, one that is shared as often as it is there: quicker than `modules`."""
+    found = [model]
+    for module in found:
+        if children := module._modules:
+            found += [child for child in children.values() if child is not None]
+    return found
+
+
+def _can_drop(module: nn.Module) -> bool:
+    return any(_probabilities(module)) or any("drop" in name for name in vars(module))
 
 
 def _probabilities(module: nn.Module) -> Iterator[tuple[str, float]]:

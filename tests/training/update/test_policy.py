@@ -179,6 +179,24 @@ def test_active_dropout_is_trained_with_whenever_it_was_turned_on(
     assert trainer.nonfinite_steps == 0
 
 
+@pytest.mark.parametrize("later", ["module", "attention", "replaced"])
+def test_dropout_that_comes_after_the_policy_is_seen(later: str) -> None:
+    model: Any = tiny_model(layers=2).train()
+    layer = model.model.layers[1]
+    layer.self_attn.attention_dropout = 0  # as a configuration may have it
+    policy = Policy(model)
+    assert (policy.longest_packed, policy.shares) == (sys.maxsize, True)
+    if later == "module":
+        layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, torch.nn.Dropout(0.5))
+    elif later == "attention":
+        layer.self_attn.attention_dropout = 0.5
+    else:
+        model.model.layers[1] = with_dropout("layer").model.layers[0]
+    assert (policy.longest_packed, policy.shares) == (0, False)
+    model.model.layers[1] = tiny_model().train().model.layers[0]
+    assert (policy.longest_packed, policy.shares) == (sys.maxsize, True)
+
+
 @pytest.mark.parametrize("name", ["phi3 with longrope", "llama with dynamic rope"])
 @pytest.mark.parametrize("scope", ["token", "rollout"])
 def test_rows_above_a_threshold_run_alone_and_the_others_packed(name: str, scope: Scope) -> None:
