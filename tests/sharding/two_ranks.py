@@ -114,6 +114,8 @@ def train(
     )
     if fails is not None and not world.leads:
         run_out_of_memory(trainer, fails, patch)
+    if world.leads:
+        trainer.optimizer.take_weights()  # the others have no reason to ask
     trainer.train_sync(steps)
     weights = {name: tensor.clone() for name, tensor in ModelWeights(model)}
     if world.leads:

@@ -105,10 +105,12 @@ class MasterAdamW:
     @torch.no_grad()
     def take_weights(self) -> None:
         """Takes the module's weights as they are now, where somebody else has trained it
-        meanwhile. Masters of weights that have not changed stay where they are."""
+        meanwhile. Masters of weights that have not changed stay where they are. Each rank looks at
+        its own rows: others may have no reason to ask."""
         for name, parameter in self.parameters.items():
-            master = self.masters[name]
-            if master is not parameter and not torch.equal(master.to(parameter.dtype), parameter):
+            master, rows = self.masters[name], own_rows(parameter)
+            own = own_rows(master).to(rows.dtype)
+            if master is not parameter and not torch.equal(own, rows):
                 master.copy_(dithered(parameter, self._key(name)))
 
     def product_sums(self) -> ProductSums:
