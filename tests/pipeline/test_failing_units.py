@@ -20,7 +20,7 @@ from ludic.rollouts import RolloutEngine
 from ludic.types import EnvSpec, Info, Obs, Rollout
 from tests.pipeline import world
 from tests.pipeline.test_batch_source import acting, announced, units_of
-from tests.pipeline.world import make_client, make_source
+from tests.pipeline.world import act, make_client, make_source
 from tests.rollouts.worlds import GuessEnv
 
 pytestmark = pytest.mark.redis
@@ -79,6 +79,21 @@ async def test_an_actor_that_fails_at_everything_ends_the_run_by_the_trainers_ju
             await asyncio.wait_for(source.next_batch(), 60)
         assert not actor.done()
         assert "in env_reset" in str(caught.value.__notes__)
+    await source.close()
+
+
+async def test_an_actor_on_a_broken_machine_ends_and_the_others_go_on(
+    config: PipelineConfig, store: Store
+) -> None:
+    source = await announced(make_source(config, groups_per_update=12, max_failure_rate=0.9))
+    await source.open()
+    await source._ask_more()
+    with pytest.raises(RolloutError, match=r"have failed, those of unit .* this level has no door"):
+        await asyncio.wait_for(act(config, concurrency=4, **playing(lambda _: True)), 60)
+    async with acting(config, **playing(lambda _: False)) as (healthy,):
+        batch = await asyncio.wait_for(source.next_batch(), 60)
+        assert not healthy.done()
+    assert batch.meta["failed_episodes"] == 8 * world.GROUP_SIZE
     await source.close()
 
 

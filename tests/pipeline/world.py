@@ -111,6 +111,7 @@ async def act(
     name: str | None = None,
     latency_s: float = 0.0,
     lease_s: float = 2.0,
+    concurrency: int = 16,
     stop: asyncio.Event | None = None,
     **options: Any,
 ) -> ActorReport:
@@ -121,7 +122,7 @@ async def act(
         options.pop("engine", engine),
         accepts=options.pop("accepts", only([REQUEST])),
         client=options.pop("client", client),
-        cfg=ActorConfig(concurrency=16, lease_s=lease_s, name=name, **options),
+        cfg=ActorConfig(concurrency=concurrency, lease_s=lease_s, name=name, **options),
         stop=stop,
     )
 

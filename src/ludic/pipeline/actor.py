@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from ludic.errors import (
     ConfigError,
     PipelineError,
+    RolloutError,
     SchemaVersionError,
     SerializationError,
 )
@@ -39,6 +40,9 @@ Accepts = Callable[[RolloutRequest], str | None]
 _POLL_S = (0.02, 0.3)
 _SLOWER = 1.05  # so that no pause is longer than a twentieth of the wait so far
 _TAKE = 32
+_MOST_FAILED, _MOST_OF_A_UNIT = 32, 4
+"""An actor ends after this many episodes that all failed, of which each unit gives at most so many:
+it takes eight units in a row or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,8 @@ class Actor:
         self._over = threading.Event()
         self._cursor = "0-0"
         self._full = False
+        self._failed = 0
+        """Episodes that failed since one did not."""
 
     async def run(self, stop: asyncio.Event) -> ActorReport:
         self._loop = asyncio.get_running_loop()
@@ -256,6 +262,20 @@ class Actor:
         self.report.episodes += len({rollout.episode_id for rollout in group.rollouts})
         self.report.tokens += sum(rollout.num_tokens for rollout in group.rollouts)
         self.report.bytes += size
+        if isinstance(unit, Unit):
+            self._check_failures(unit, group)
+
+    def _check_failures(self, unit: Unit, group: Group) -> None:
+        """Raises where nothing succeeds here. The trainer judges the run; but on a machine that is
+        broken episodes fail fast, and it would take most units from those that work."""
+        errors = [rollout.error for rollout in group.rollouts if rollout.error is not None]
+        failed = len(errors) == len(group.rollouts)
+        self._failed = self._failed + min(len(errors), _MOST_OF_A_UNIT) if failed else 0
+        if self._failed >= _MOST_FAILED:
+            raise RolloutError(
+                f"all episodes of the last units that {self.name!r} played have failed, those of "
+                f"unit {unit.number} with: {errors[0]}. Its units go to other actors"
+            )
 
     async def _play(self, unit: Unit, at_once: int) -> Group:
         """Samples the unit when there is room: its size is seen only when it is taken. The
