@@ -196,9 +196,10 @@ class Rotation:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def connect(self, *, tokenizer: Any = None, timeout_s: float = 30.0) -> None:
-        """Asks the servers what they are, once. Raises when none answers, when one serves another
-        model, or when `tokenizer` does not spell text as the servers do."""
+    async def connect(self, *, tokenizer: Any = None, timeout_s: float = 120.0) -> None:
+        """Asks the servers what they are, once; each answer may take `timeout_s`, as a busy server
+        may need half a minute for the list of its routes. Raises when none answers, when one serves
+        another model, or when `tokenizer` does not spell text as the servers do."""
         results = await asyncio.gather(
             *(self.learn(r, timeout_s) for r in self.replicas if r.facts is None),
             return_exceptions=True,
