@@ -171,9 +171,9 @@ UNSEEN: dict[tuple[str, str, str], str] = {
     ): "what it divides is 0 then",
     (
         _RETURNS,
-        "if len(members) < group_size and allow_partial:",
+        "partial = allow_partial and len(members) < group_size",
         "Lt -> LtE",
-    ): "a whole group has been passed before",
+    ): "a whole group is passed anyway",
     (
         _PLANNING,
         "if packs and size <= micro_token_budget:",
@@ -267,7 +267,6 @@ UNSEEN: dict[tuple[str, str, str], str] = {
                 _GRAPHED,
                 "for graph, work in zip(graphs, (self._forward, self._backward), strict=True):",
             ),
-            (_OPTIMIZER, "state |= dict(zip(MOMENTS, moments, strict=True))"),
             (_CONTENTS, "pieces |= dict(zip(sharded, parts, strict=True))"),
             (
                 _GRAPHED,
