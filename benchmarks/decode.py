@@ -4,13 +4,15 @@
     python -m benchmarks.decode --shapes 1.5b --rows 128 --rank 32
     python -m benchmarks.decode --shapes 1.5b --rows 128 --profile --tiles
     python -m benchmarks.decode --shapes 1.5b --rows 8 --context 16384 --rank 0 --parts 1
+    python -m benchmarks.decode --shapes 1.5b --rows 128 --rank 0 --common 160
 
 Random weights in the shape of Qwen2.5, bfloat16. Every row has `--context` tokens; the step is
 replayed as a graph, sampling and log-probs included, and nobody reads what it samples. With LoRA
 it is measured twice: products wait for the adapters' first ones, or begin beside them. `--profile`
 prints the step's kernels. `--tiles` tries other tiles for its products, and measures the step with
 the best, too. `--parts` measures it with other numbers of programs that share a row, beside the
-engine's own. The last line is JSON.
+engine's own. With `--common`, groups of eight rows have so many first tokens in common, which are
+read once. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -33,12 +35,17 @@ from ludic.inference.tiny import tiny_tokenizer
 NEEDS = ("gpu",)
 
 
-def step_ms(client: LocalChatClient, rows: int, context: int) -> float:
+GROUP = 8
+
+
+def step_ms(client: LocalChatClient, rows: int, context: int, common: int = 0) -> float:
     """Milliseconds of a step of so many rows: the median of five times twenty."""
     batch = client._scheduler.batch  # type: ignore[attr-defined]
     rows, bucket = batch.sizes(rows, context)
     batch.state.zero_()
     batch.positions[:rows] = context - 1
+    if common:
+        batch.share_rows([(row // GROUP * GROUP, common) for row in range(rows)])
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     times: list[float] = []
@@ -100,6 +107,7 @@ async def measure(
     tiles: dict[Any, Any],
     parts: list[int],
     longest: int,
+    common: int,
 ) -> dict[tuple[str, int], float]:
     """Milliseconds by variant and number of rows."""
     model = random_model(shape, rank)
@@ -120,7 +128,7 @@ async def measure(
             batch.parts = dict.fromkeys(chosen, given) if given else chosen
             with variant(name, tiles if name == "tiles" else {}):
                 for count in rows:
-                    times[name, count] = step_ms(client, count, context)
+                    times[name, count] = step_ms(client, count, context, common)
                     shared = batch.parts[batch.sizes(count, context)[0]]
                     what = f"{shape} rank {rank} {name} {count} rows, {shared} programs each"
                     print(f"{what}: {times[name, count]:.3f} ms", flush=True)
@@ -155,6 +163,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=0, help="of a slot; 0: the context, and 64")
     parser.add_argument("--rank", type=int, default=16, help="of LoRA; 0: without it alone")
     parser.add_argument("--parts", nargs="*", type=int, default=[], help="programs of a row")
+    parser.add_argument("--common", type=int, default=0, help="tokens that eight rows share")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each step")
     parser.add_argument("--tiles", action="store_true", help="try other tiles first")
     args = parser.parse_args()
@@ -163,7 +172,7 @@ def main() -> None:
         tiles = best_tiles(shape, args.rows) if args.tiles else ({}, {})
         for rank in dict.fromkeys((0, args.rank)):
             look: dict[str, Any] = {"profile": args.profile, "tiles": tiles[rank > 0]}
-            look |= {"parts": args.parts, "longest": args.longest}
+            look |= {"parts": args.parts, "longest": args.longest, "common": args.common}
             times = asyncio.run(measure(shape, rank, args.rows, args.context, **look))
             for (name, rows), ms in times.items():
                 parts = [shape, *([f"lora{rank}"] if rank else []), f"{rows}_rows", name, "ms"]

@@ -1,6 +1,7 @@
 """The compiled kernels in bfloat16 against float64, and whole engines against plain passes."""
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +201,27 @@ def test_attention_in_bfloat16(dim: int, rows: int, window: int | None) -> None:
         enable_gqa=True,
     )
     assert off(found, wanted[:, :, 0]) < 5e-3
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(8, 1), (8, 5), (128, 1)])
+def test_a_beginning_that_rows_share_is_read_in_one_slot(rows: int, parts: int) -> None:
+    from ludic.inference.local.gpu import kernels
+
+    heads, kv_heads, dim, length, shared = 12, 2, 128, 700, 300
+    qkv = numbers(rows, (heads + 2 * kv_heads) * dim).view(rows, -1, dim)
+    q, k, v = qkv.tensor_split([heads, heads + kv_heads], 1)
+    keys, values = (numbers(rows, kv_heads, length, dim, seed=s) for s in (3, 4))
+    cache, slots = (keys, values), torch.arange(rows, device="cuda")
+    sources = slots // 4 * 4
+    for part in cache:
+        part[:, :, :shared] = part[sources, :, :shared]
+    positions = shared + (slots * 37) % (length - shared)
+    attend = partial(kernels.attend_rows, q, k, v, None, cache, positions, dim**-0.5, None, parts)
+    wanted = attend()
+    lengths = torch.where(slots == sources, 0, shared)
+    for part in cache:  # whole blocks, of whatever size, are looked for there alone
+        part[slots != sources, :, : shared // 128 * 128] = torch.nan
+    assert torch.equal(attend((sources, lengths)), wanted)
 
 
 def test_draws_are_those_of_the_plain_sampler() -> None:

@@ -39,6 +39,10 @@ class Sequence(Tenant, eq=False, kw_only=True):
     deliver: Deliver
     seed: int = 0
     reused: int = 0
+    beginning: object = None
+    """Sequences with the same one have the same keys and values, to the bit, for as many of their
+    first tokens as both have in `common`."""
+    common: int = 0
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)

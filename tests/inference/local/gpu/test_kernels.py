@@ -157,6 +157,41 @@ def test_a_row_attends_to_its_slot_up_to_its_position_and_leaves_its_key_there(
         assert close(found[row], torch.einsum("ht,htd->hd", weights, vs))
 
 
+@pytest.mark.parametrize(("window", "parts"), [(None, 1), (150, 1), (None, 4)])
+def test_rows_with_the_same_beginning_read_it_in_one_slot(
+    kernels: Any,
+    random_numbers: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    window: int | None,
+    parts: int,
+) -> None:
+    from ludic.inference.local.gpu.kernels import attention
+
+    monkeypatch.setattr(attention, "_BLOCK_BYTES", 4096)  # blocks of 32 tokens
+    monkeypatch.setattr(attention, "_SHARED_BLOCK", 32)
+    g, dim, shared = random_numbers, 16, 70
+    positions = torch.tensor([200, 199, 71, 255])
+    q, k, v = (torch.randn(4, heads, dim, generator=g) for heads in (6, 2, 2))
+    keys, values = (torch.randn(4, 2, 256, dim, generator=g) for _ in range(2))
+    for part in (keys, values):
+        part[:, :, :shared] = part[1, :, :shared].clone()
+    sources, lengths = torch.tensor([1, 1, 1, 3]), torch.tensor([shared, shared, shared, 0])
+
+    def attend(keys: torch.Tensor, values: torch.Tensor, *where: Any) -> torch.Tensor:
+        cache = (keys.clone(), values.clone())
+        out: torch.Tensor = kernels.attend_rows(
+            q, k, v, None, cache, positions, 0.3, window, parts, *where
+        )
+        return out
+
+    wanted = attend(keys, values)
+    assert torch.equal(attend(keys, values, (sources, lengths)), wanted)
+    # Whole blocks of it are read there alone.
+    for part in (keys, values):
+        part[[0, 2], :, : shared // 32 * 32] = torch.nan
+    assert torch.equal(attend(keys, values, (sources, lengths)), wanted)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_draws_are_those_of_the_plain_sampler_and_are_carried_on(
     kernels: Any, random_numbers: torch.Generator

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from ludic.inference.local import LocalChatClient
 from tests.inference.local.asking import ask_all, plain_logprobs, request
@@ -59,3 +62,51 @@ async def test_a_prompt_that_another_one_is_costs_no_pass_over_prompts(tokenizer
         assert answer.trace is not None
         found = answer.trace.completion_logprobs
         assert found == pytest.approx(plain_logprobs(model, answer), abs=2e-5)
+
+
+async def test_rows_read_a_beginning_where_somebody_has_the_same_one(tokenizer: Any) -> None:
+    """Before every step, while rows join, end and move, also those that go on where they left off,
+    or have to begin again because the weights changed."""
+    model, random = family("Llama"), Random(3)
+    system = BEGINNING[:12]
+    options: Any = {"deterministic": False, "pipelined": True, "max_slots": 12}
+    tokens_read_elsewhere = []
+
+    async def member(client: LocalChatClient, question: list[int], seed: int) -> list[Any]:
+        prompt, answers = [*system, *question], []
+        for turn in range(3):
+            ask = request(prompt, seed=seed + turn, max_tokens=2 + seed % 9, ignore_eos=True)
+            answers.append(await client.complete_tokens(ask))
+            assert answers[-1].trace is not None
+            prompt = [*answers[-1].trace.token_ids, 3, seed % 60]
+        return answers
+
+    async with LocalChatClient(model, tokenizer, on_update="continue", **options) as client:
+        batch: Any = client._scheduler.batch  # type: ignore[attr-defined]
+        step = batch.step
+
+        def checked(rows: int, length: int) -> None:
+            kv, tenants = batch.arena.kv, batch.arena.tenants
+            for row, (source, common) in enumerate(batch.state[5:].t().tolist()[: len(tenants)]):
+                assert common <= tenants[row].computed
+                assert torch.equal(kv[:, :, source, :, :common], kv[:, :, row, :, :common])
+                tokens_read_elsewhere.append(common if source != row else 0)
+            assert not batch.state[5:, len(tenants) :].any()
+            step(rows, length)
+
+        batch.step = checked
+        for _ in range(2):
+            questions = [[random.randrange(60) for _ in range(2 + 5 * i)] for i in range(5)]
+            members = [(q, 100 * i + 7 * j) for i, q in enumerate(questions) for j in range(4)]
+            tasks = [asyncio.create_task(member(client, q, seed)) for q, seed in members]
+            await asyncio.wait(tasks[:5], return_when=asyncio.FIRST_COMPLETED)
+            async with client.updating():
+                pass  # the same weights, but nobody knows
+            answers = [answer for task in tasks for answer in await task]
+            for answer in answers:
+                assert answer.trace is not None
+                found = answer.trace.completion_logprobs
+                assert found == pytest.approx(plain_logprobs(model, answer), abs=2e-5)
+    shared = [tokens for tokens in tokens_read_elsewhere if tokens]
+    assert len(shared) > len(tokens_read_elsewhere) / 3
+    assert {len(system) + 2, len(system) + 7} & {tokens + 1 for tokens in shared}

@@ -110,8 +110,10 @@ class DeviceBatch:
         self.device = device
 
         # One tensor, so that a slot is set or moved by one copy.
-        self.state = torch.zeros(5, slots, dtype=torch.long, device=device)
-        self.ids, self.positions, self.live, self.keys, self.at = self.state.unbind()
+        self.state = torch.zeros(7, slots, dtype=torch.long, device=device)
+        self.ids, self.positions, self.live, self.keys, self.at, *shared = self.state.unbind()
+        self.shared: tuple[Tensor, Tensor] = (shared[0], shared[1])
+        """Of each slot: where its first tokens are, too, and how many."""
         self.inverse_temperature = torch.ones(slots, dtype=torch.float32, device=device)
         # Likewise, so that a step's results are fetched by one copy.
         self.results = torch.zeros(3 * slots, dtype=torch.int32, device=device)
@@ -139,7 +141,7 @@ class DeviceBatch:
         ).T.copy()
         rows[6].view(np.float64)[:] = [1.0 / (s.sampling.temperature or 1.0) for s in sequences]
         packed = to_device(rows, self.device)
-        self.state[:, packed[5]] = packed[:5]
+        self.state[:5, packed[5]] = packed[:5]
         self.inverse_temperature[packed[5]] = packed[6].view(torch.float64).float()
 
     def move_rows(self, moves: list[tuple[int, int]]) -> None:
@@ -148,6 +150,11 @@ class DeviceBatch:
             sources, targets = to_device(list(zip(*moves, strict=True)), self.device)
             self.state[:, targets] = self.state[:, sources]
             self.inverse_temperature[targets] = self.inverse_temperature[sources]
+
+    def share_rows(self, places: list[tuple[int, int]]) -> None:
+        """For each slot from the first on: the slot that has the same keys and values for its
+        first tokens, to the bit, and for how many. Rows read them there together."""
+        self.state[5:, : len(places)] = to_device(places, self.device).t()
 
     def clear_rows(self, first: int, end: int) -> None:
         """Nobody decodes in these slots."""
@@ -193,7 +200,13 @@ class DeviceBatch:
         return logits[:rows]
 
     def _forward(self, rows: int, length: int) -> Tensor:
+        positions, (sources, lengths) = self.positions[:rows], self.shared
         layout = RowsLayout(
-            self.arena.kv, rows, length, self.positions[:rows], self.kernels, self.parts[rows]
+            self.arena.kv,
+            length,
+            positions,
+            (sources[:rows], lengths[:rows]),
+            self.kernels,
+            self.parts[rows],
         )
-        return self.forward(self.ids[None, :rows], self.positions[None, :rows], layout)
+        return self.forward(self.ids[None, :rows], positions[None], layout)

@@ -30,20 +30,22 @@ def _store(
 
 class RowsLayout:
     """Row r attends to slot r up to its position; without `kernels`, to its first `length` tokens,
-    of which the later ones are masked. `parts` programs of a kernel at most share a row."""
+    of which the later ones are masked. With `shared`, a kernel reads the first tokens of a row in
+    another's slot that has the same ones. At most `parts` of its programs share a row."""
 
     def __init__(
         self,
         kv: Tensor,
-        rows: int,
         length: int,
         positions: Tensor,
+        shared: tuple[Tensor, Tensor],
         kernels: ModuleType | None,
         parts: int,
     ) -> None:
-        self.kv, self.positions, self.kernels, self.parts = kv, positions, kernels, parts
+        self.kv, self.positions, self.shared = kv, positions, shared
+        self.kernels, self.parts = kernels, parts
         # The kernels take row r for slot r.
-        self.slots = None if kernels is not None else torch.arange(rows, device=kv.device)
+        self.slots = None if kernels is not None else torch.arange(len(positions), device=kv.device)
         self.masks = Masks(positions[:, None], length)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -52,7 +54,7 @@ class RowsLayout:
             assert self.kernels is not None
             _, q, k, v, scale, window, rotary = call
             out: Tensor = self.kernels.attend_rows(
-                q, k, v, rotary, cache, self.positions, scale, window, self.parts
+                q, k, v, rotary, cache, self.positions, scale, window, self.parts, self.shared
             )
             return out
         q = _store(call, cache, self.slots, self.positions, self.kernels)

@@ -80,6 +80,14 @@ class _Flight(NamedTuple):
     sheet: _Sheet
 
 
+class _Kept(NamedTuple):
+    """What was kept of a sequence: where, and what it has in common with others."""
+
+    places: Places
+    beginning: object
+    common: int
+
+
 class PipelinedScheduler(Scheduler):
     """One arena, one slot per row, the decode step as a graph.
 
@@ -97,7 +105,7 @@ class PipelinedScheduler(Scheduler):
         *,
         version: int = 0,
     ) -> None:
-        store = PrefixStore(kept.max_tokens, on_drop=kept.drop)
+        store = PrefixStore[_Kept](kept.max_tokens, on_drop=lambda gone: kept.drop(gone.places))
         super().__init__(memory, store, tokenizer, version=version)
         self.batch, self.prefill, self.kept = batch, prefill, kept
         self._flights: deque[_Flight] = deque()
@@ -162,6 +170,8 @@ class PipelinedScheduler(Scheduler):
         self._clear_out()
         self.batch.graphs.drop_if_moved()
         super().forget()
+        for sequence in self.running:
+            sequence.beginning, sequence.common = None, 0
 
     # Prompts
 
@@ -237,6 +247,17 @@ class PipelinedScheduler(Scheduler):
         for s in sequences:
             s.started = True
         self.batch.set_rows(sequences)
+        if sequences:
+            self._share()
+
+    def _share(self) -> None:
+        """Lets rows with the same beginning read it where the first of them has it."""
+        first: dict[object, Sequence] = {}
+        places: list[tuple[int, int]] = []
+        for s in self._in_slots():
+            other = s if s.beginning is None else first.setdefault(s.beginning, s)
+            places.append((other.slot, 0 if other is s else min(s.common, other.common)))
+        self.batch.share_rows(places)
 
     # Decoding
 
@@ -322,14 +343,18 @@ class PipelinedScheduler(Scheduler):
                 copied = part[:, :, origins].masked_fill_(beyond[:, None, :, None], 0)
                 part[:, :, targets] = copied
 
-    def _copy_kept(self, kept: Places, sequence: Sequence, tokens: int) -> None:
-        self._taken.append((sequence.slot, kept[:tokens]))
+    def _copy_kept(self, kept: _Kept, sequence: Sequence, tokens: int) -> None:
+        self._taken.append((sequence.slot, kept.places[:tokens]))
+        sequence.beginning, sequence.common = kept.beginning, min(kept.common, tokens)
 
     def _copy_beginning(self, donor: Sequence, sequence: Sequence, tokens: int) -> None:
         # Nobody leaves or moves before `_admit` ends. A donor that still waits for its own copy has
         # nothing else yet.
         source, _ = self._copies.get(donor.slot, (donor.slot, 0))
         self._copies[sequence.slot] = source, tokens
+        if tokens > donor.common:  # more than what the donor shares with others so far
+            donor.beginning, donor.common = object(), donor.prompt_len
+        sequence.beginning, sequence.common = donor.beginning, tokens
 
     def _keep(self, sequences: Seq[Sequence]) -> None:
         if not self.store.max_tokens:
@@ -337,13 +362,17 @@ class PipelinedScheduler(Scheduler):
         try:
             for s in sequences:
                 tokens = s.known_tokens()
-                self.store.add(tokens, partial(self.kept.keep, s.slot, len(tokens)))
+                self.store.add(tokens, partial(self._kept_of, s, len(tokens)))
             self.kept.write()
         except BaseException as exc:
             self.store.clear()  # some entries may never have been written
             if isinstance(exc, torch.OutOfMemoryError | MemoryError):
                 self.store.max_tokens = self.kept.room  # asking for more each time would be slow
             raise
+
+    def _kept_of(self, s: Sequence, tokens: int) -> _Kept:
+        places = self.kept.keep(s.slot, tokens)
+        return _Kept(places, s.beginning, s.common) if s.common else _Kept(places, object(), tokens)
 
     # Leaving. Steps in flight computed tokens too many for those that end. Whatever they wrote,
     # finite or not, must not meet the slot's next tenant.
@@ -376,6 +405,8 @@ class PipelinedScheduler(Scheduler):
             # What those that moved have sampled is not known yet, so neither is what they wrote.
             longest = max(self._in_slots()[target].computed for _, target in moves)
             batch.arena.kv[:, :, tenants:before, :, :longest] = 0
+        if tenants:
+            self._share()
         return moves
 
 

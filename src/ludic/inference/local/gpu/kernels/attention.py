@@ -2,6 +2,7 @@
 
 A program attends for one row and one head of keys and values. A few long rows would leave most of
 the GPU idle: there, several programs share a row's context, and another kernel merges their parts.
+Rows that begin alike read their beginning in one slot, so that it comes from the memory once.
 """
 
 from __future__ import annotations
@@ -107,14 +108,16 @@ def _turned(x, at, dim, cos, sin, inside, ROTARY: tl.constexpr, DIM: tl.constexp
 
 @triton.jit
 def _attend_kernel(
-    q, k, v, cos, sin, keys, values, positions, out, peaks, totals,
+    q, k, v, cos, sin, keys, values, positions, sources, lengths, out, peaks, totals,
     q_row, k_row, v_row, slot_step, head_step, kv_heads, scale, window, run,
     ROTARY: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    # Before the wait: a step's positions are set before the step begins.
+    # Before the wait: these are set before the step begins.
     position = tl.load(positions + row).to(tl.int32)
+    shared = tl.load(lengths + row).to(tl.int32)
+    shared_base = tl.load(sources + row) * slot_step + head * head_step
     begin = 0
     if window > 0:
         begin = tl.maximum(position + 1 - window, 0)
@@ -156,7 +159,8 @@ def _attend_kernel(
     for start in range(low, high, BLOCK):
         at = start + tl.arange(0, BLOCK)
         seen = (at >= begin) & (at < high)
-        places = base + at[:, None] * DIM + dim[None, :]
+        places = tl.where(start + BLOCK <= shared, shared_base, base)
+        places += at[:, None] * DIM + dim[None, :]
         block = tl.load(keys + places, mask=seen[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(block), input_precision=PRECISION) * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -235,10 +239,12 @@ def attend_rows(
     scale: float,
     window: int | None,
     parts: int = 1,
+    shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Writes row r's key and value to slot r at `positions[r]`; returns what its queries find in
     the slot up to there. With `rotary`, queries and key are rotated first. Shapes are those of
-    `rotate_and_store`. `parts` programs at most share a row."""
+    `rotate_and_store`. `parts` programs at most share a row. `shared` says for each row which slot
+    has the same keys and values for its first tokens, and for how many: they are read there."""
     rows, heads, dim = q.shape
     q, k, v = _dense(q), _dense(k), _dense(v)
     cos, sin = (q, q) if rotary is None else rotary
@@ -256,13 +262,14 @@ def attend_rows(
     length = keys.shape[2]
     run = triton.cdiv(triton.cdiv(length, parts), block) * block
     parts = triton.cdiv(min(length, window + block) if window else length, run)
+    sources, lengths = positions.new_zeros(2, rows) if shared is None else shared
     results, peaks, totals = out, positions, positions
     if parts > 1:
         results = q.new_empty(rows, heads, parts, dim, dtype=torch.float32)
         peaks, totals = results.new_empty(2, rows, heads, parts)
     early = launch_options(q.device)
     _attend_kernel[(rows, kv_heads, parts)](
-        q, k, v, cos, sin, keys, values, positions, results, peaks, totals,
+        q, k, v, cos, sin, keys, values, positions, sources, lengths, results, peaks, totals,
         q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), kv_heads, scale,
         window or 0, run, ROTARY=rotary is not None,
         GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block,
