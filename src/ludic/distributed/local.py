@@ -36,7 +36,7 @@ class LocalPolicyPublisher(PolicyPublisher):
     While the weights change in place, the client samples nothing.
     """
 
-    shares_weights = True
+    shares_weights = holds_requests = True
 
     def __init__(self, client: SharingClient) -> None:
         self.client = client
