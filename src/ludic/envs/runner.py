@@ -19,7 +19,7 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeVar
 
 from ludic.envs.env import Killable, LudicEnv
@@ -286,5 +286,14 @@ def _warn_of_close(name: str, error: BaseException) -> None:
     _log.warning("environment %s was not closed properly: %s", name, error_text(error))
 
 
-def _is_async(env: object, *methods: str) -> bool:
-    return any(inspect.iscoroutinefunction(getattr(env, method, None)) for method in methods)
+_is_coroutine = lru_cache(256)(inspect.iscoroutinefunction)
+"""Of a function that environments have in common: looking takes as long as a small step."""
+
+
+def _is_async(env: object, *names: str) -> bool:
+    for name in names:
+        method = getattr(env, name, None)
+        function = getattr(method, "__func__", None)
+        if _is_coroutine(function) if function else inspect.iscoroutinefunction(method):
+            return True
+    return False
