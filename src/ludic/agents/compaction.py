@@ -18,15 +18,7 @@ from ludic.context.compacting import AGAIN, CompactingDialog
 from ludic.context.truncated_thinking import without_thinking
 from ludic.errors import ConfigError
 from ludic.inference.templates.chat_template import ParsedCompletion
-from ludic.types import (
-    ChatResponse,
-    FinishReason,
-    Fork,
-    ForkReason,
-    Info,
-    Message,
-    TokenTrace,
-)
+from ludic.types import ChatResponse, FinishReason, Fork, ForkReason, Info, Message, TokenTrace
 
 if TYPE_CHECKING:
     from ludic.agents.base_agent import Agent

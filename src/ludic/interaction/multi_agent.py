@@ -154,10 +154,7 @@ class _Game:
     """The state of one episode's loop."""
 
     def __init__(
-        self,
-        episode: Episode,
-        players: Mapping[AgentID, Agent | Bot],
-        max_parse_retries: int,
+        self, episode: Episode, players: Mapping[AgentID, Agent | Bot], max_parse_retries: int
     ) -> None:
         self.episode = episode
         self.players = players

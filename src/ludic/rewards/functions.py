@@ -276,10 +276,7 @@ def _by_place(spec: RewardSpec) -> RewardSpec:
 async def score(rewards: RewardSum, attempt: Attempt, timeout_s: float | None) -> Score:
     """In a thread, since the functions may block; what they leave to await is awaited here."""
     answer: Any = await shared_threads().run(
-        lambda: rewards(attempt),
-        what="a reward",
-        whom="the reward function",
-        timeout_s=timeout_s,
+        lambda: rewards(attempt), what="a reward", whom="the reward function", timeout_s=timeout_s
     )
     result: Score = await answer if inspect.isawaitable(answer) else answer
     return result

@@ -54,11 +54,7 @@ class Remote:
         return call
 
     def call(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        request = {
-            "function": self.name,
-            "args": encode(args),
-            "kwargs": encode(kwargs),
-        }
+        request = {"function": self.name, "args": encode(args), "kwargs": encode(kwargs)}
         self.calls.write(f"C{json.dumps(request)}\n")
         self.calls.flush()
         answer = json.loads(self.answers.readline() or '{"error": ["", "the solution is gone"]}')

@@ -149,12 +149,7 @@ def decode(value: Any) -> Any:
     return _PLAIN[name](content)
 
 
-_SEQUENCES: dict[str, Any] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": deque,
-}
+_SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _PLAIN: dict[str, Any] = {
     "int": lambda text: int(text, 16),
     "float": float,

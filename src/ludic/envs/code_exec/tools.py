@@ -43,11 +43,7 @@ class PythonTool:
     __name__ = "python"
 
     def __init__(
-        self,
-        *,
-        sandbox: str = DEFAULT_SANDBOX,
-        call_s: float = 10.0,
-        limits: Limits | None = None,
+        self, *, sandbox: str = DEFAULT_SANDBOX, call_s: float = 10.0, limits: Limits | None = None
     ) -> None:
         self.__doc__ = inspect.getdoc(type(self).__call__)
         self.call_s = call_s

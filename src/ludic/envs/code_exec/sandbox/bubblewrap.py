@@ -20,12 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
-from ludic.envs.code_exec.sandbox.base import (
-    Limits,
-    RunResult,
-    RunStatus,
-    SandboxUnavailableError,
-)
+from ludic.envs.code_exec.sandbox.base import Limits, RunResult, RunStatus, SandboxUnavailableError
 from ludic.envs.code_exec.sandbox.cgroups import Cgroup
 from ludic.envs.code_exec.sandbox.inside import LOADER, sources
 from ludic.envs.code_exec.sandbox.seccomp import build_filter

@@ -100,11 +100,7 @@ class WorkerProcess:
     """One worker. Only one thread at a time may use it; `close` may be called from any."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        settings: Mapping[str, Any],
-        *,
-        pass_fds: Sequence[int] = (),
+        self, command: Sequence[str], settings: Mapping[str, Any], *, pass_fds: Sequence[int] = ()
     ) -> None:
         self.broken: str | None = None
         self._closing = threading.Lock()
