@@ -32,11 +32,9 @@ def main() -> None:
         except BaseException as error:
             why = last_line(error) if error is solution.raised else type(error).__name__
         calls.write("P\n" if why is None else f"F{json.dumps(why)}\n")
-        calls.flush()
         if why is not None and job["stop_at_failure"]:
             break
     calls.write(".\n")
-    calls.flush()
 
 
 class Remote:
@@ -56,7 +54,6 @@ class Remote:
     def call(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         request = {"function": self.name, "args": encode(args), "kwargs": encode(kwargs)}
         self.calls.write(f"C{json.dumps(request)}\n")
-        self.calls.flush()
         answer = json.loads(self.answers.readline() or '{"error": ["", "the solution is gone"]}')
         if "args" in answer:
             for mine, theirs in zip(args, decode(answer["args"]), strict=True):

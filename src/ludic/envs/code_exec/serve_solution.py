@@ -27,7 +27,7 @@ _EXACT = 2**53
 def begin() -> tuple[TextIO, TextIO, dict[str, Any]]:
     """The two ends of this process, which its code finds empty and silent, and its job."""
     reading = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    writing = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    writing = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")  # a line is sent at once
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     with open("job.json", encoding="utf-8") as file:
@@ -54,12 +54,10 @@ def main() -> None:
         report = f"failed {last_line(error)}"
         traceback.print_exc()
     answers.write(json.dumps(report) + "\n")
-    answers.flush()
     if report != "ready":
         return
     for line in calls:
         answers.write(json.dumps(answer(json.loads(line), names)) + "\n")
-        answers.flush()
 
 
 def load_setup(setup: str, names: dict[str, Any]) -> None:

@@ -15,13 +15,12 @@ MAX_SHOWN = 8000
 
 def main() -> None:
     calls = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")  # a line is sent at once
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     for line in calls:
         answers.write(json.dumps(shortened(run(json.loads(line), names))) + "\n")
-        answers.flush()
 
 
 def shortened(text: str) -> str:
