@@ -28,8 +28,6 @@ from ludic.envs.code_exec.sandbox.pool import SandboxPool
 from ludic.envs.code_exec.sandbox.worker import Program, Sandbox
 
 _FOLDER = Path(__file__).parent
-_SERVE = f"from {__package__}.serve_solution import main\nmain()\n".encode()
-_TESTS = f"from {__package__}.run_tests import main\nmain()\n".encode()
 _SLACK_S = 10.0
 _TRAFFIC_KB = 16 * 1024
 _MAX_MESSAGE = 4 << 20
@@ -83,8 +81,7 @@ def _run(
     visible = {name: job[name] for name in ("entry_point", "setup")}  # never the tests
     solver = boxes[0].open(
         {
-            **_package("serve_solution.py"),
-            "main.py": _SERVE,
+            **_package("serve_solution"),
             "solution.py": solution,
             "job.json": json.dumps(visible).encode(),
         },
@@ -92,26 +89,23 @@ def _run(
         replace(limits, output_kb=max(limits.output_kb, _TRAFFIC_KB)),
     )
     deadline = time.monotonic() + limits.wall_s + _SLACK_S
-    tester: Program | None = None
+    programs = [solver]
     try:
         line, result = _line(solver, deadline, _MAX_TEXT)
         report = None if line is None else text_of_line(line)
         if report != "ready":
             return _not_loaded(report, result or solver.kill(), deadline)
         tester = boxes[1].open(
-            {
-                **_package("serve_solution.py", "run_tests.py"),
-                "main.py": _TESTS,
-                "job.json": json.dumps(job).encode(),
-            },
+            {**_package("serve_solution", "run_tests"), "job.json": json.dumps(job).encode()},
             ["python", "main.py"],
             Limits(wall_s=limits.wall_s + _SLACK_S, cpu_s=limits.wall_s, output_kb=_TRAFFIC_KB),
         )
+        programs.append(tester)
         return _relay(solver, tester, len(job["tests"]), deadline)
     finally:
-        _end(solver)
-        if tester is not None:
-            _end(tester)
+        for program in programs:
+            with suppress(SandboxError):  # a broken sandbox is noticed when it is used next
+                program.kill()
 
 
 def _relay(solver: Program, tester: Program, tests: int, deadline: float) -> FunctionResults:
@@ -168,16 +162,13 @@ def _why(result: RunResult) -> str:
     return str(result.status)
 
 
-def _end(program: Program) -> None:
-    with suppress(SandboxError):  # a broken sandbox is noticed when it is used next
-        program.kill()
-
-
 @cache
 def _package(*names: str) -> dict[str, bytes]:
-    """Files of this package for a sandbox, in packages that hold nothing else."""
+    """Modules of this package for a sandbox, in packages that hold nothing else, and a program that
+    runs the last of them."""
     folders = __package__.split(".")
     files = {"/".join([*folders[:n], "__init__.py"]): b"" for n in range(1, len(folders) + 1)}
     for name in names:
-        files["/".join([*folders, name])] = (_FOLDER / name).read_bytes()
-    return files
+        files["/".join([*folders, f"{name}.py"])] = (_FOLDER / f"{name}.py").read_bytes()
+    main = f"from {__package__}.{names[-1]} import main\nmain()\n"
+    return {**files, "main.py": main.encode()}
