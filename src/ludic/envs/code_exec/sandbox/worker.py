@@ -139,13 +139,9 @@ class WorkerProcess:
 
     def _hello(self, settings: Mapping[str, Any]) -> None:
         modules = sources("confine", "tree", "program", "supervisor")
-        first = json.dumps(
-            {
-                "modules": modules,
-                "main": list(modules)[-1],
-                "settings": {**settings, "own_pid": OWN_PID},
-            }
-        ).encode()
+        settings = {**settings, "own_pid": OWN_PID}
+        order = {"modules": modules, "main": list(modules)[-1], "settings": settings}
+        first = json.dumps(order).encode()
         try:
             self._control.sendall(len(first).to_bytes(4, "big") + first)
             if self._control.recv(1) != b"H":
@@ -166,15 +162,10 @@ class WorkerProcess:
     ) -> None:
         """Sends a program; `read` or `result` say what it does."""
         blobs = [*files.items(), ("", stdin)]
+        sizes = [(name, len(content)) for name, content in blobs]
         given = limits.as_json()
-        head = json.dumps(
-            {
-                "command": list(command),
-                "limits": given,
-                "interactive": interactive,
-                "blobs": [(name, len(content)) for name, content in blobs],
-            }
-        ).encode()
+        task = {"command": list(command), "limits": given, "interactive": interactive}
+        head = json.dumps({**task, "blobs": sizes}).encode()
         parts = [len(head).to_bytes(4, "big"), head, *(content for _, content in blobs)]
         self.end_s = time.monotonic() + limits.wall_s + SLACK_S
         ours, theirs = socket.socketpair()
@@ -430,17 +421,15 @@ class Program:
     def finish(self) -> RunResult:
         """Ends its input, waits for its end, and returns how it ended. Output that was not
         received by then is dropped."""
-        if self._result is None:
-            self._worker.tell(b"E")
-        return self._wait()
+        return self._ended(b"E")
 
     def kill(self) -> RunResult:
         """Ends it at once."""
-        if self._result is None:
-            self._worker.tell(b"K")
-        return self._wait()
+        return self._ended(b"K")
 
-    def _wait(self) -> RunResult:
+    def _ended(self, kind: bytes) -> RunResult:
+        if self._result is None:
+            self._worker.tell(kind)
         while self._result is None:
             self._read(self._worker.end_s)
         return self._result
