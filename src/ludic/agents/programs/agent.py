@@ -191,12 +191,8 @@ class ProgramAgent(Agent):
         return None
 
     async def _run_command(self, task: str, url: str, key: str) -> Ended:
-        variables = {
-            **self.env,
-            "OPENAI_BASE_URL": url,
-            "OPENAI_API_KEY": key,
-            "OPENAI_MODEL": self.model,
-        }
+        variables = {**self.env, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+        variables["OPENAI_MODEL"] = self.model
         if self._prompt_given is not None:
             variables["LUDIC_SYSTEM_PROMPT"] = self._prompt_given
         try:

@@ -56,10 +56,8 @@ _READ = ("model", "messages", "tools", "stream", "stream_options", "stop")
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _KNOWN = {*_READ, *_LIMITS, *_REFUSED, *OVERRULED, *_WITHOUT_EFFECT}
 
-_ROLES = {
-    **{"system": "system", "developer": "system", "user": "user"},
-    **{"assistant": "assistant", "tool": "tool"},
-}
+_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+_ROLES["developer"] = "system"
 _KEYS = {"system": {"name"}, "user": {"name"}, "tool": {"name", "tool_call_id"}}
 
 

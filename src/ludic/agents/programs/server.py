@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
-from typing import Any
 
 from aiohttp import web
 
@@ -95,9 +94,9 @@ class ChatServer:
         self, request: web.Request
     ) -> Callable[[web.Request, Session], Awaitable[web.StreamResponse]]:
         path = request.path.rstrip("/")
-        routes = {"/v1/chat/completions": ("POST", _complete), "/v1/models": ("GET", _list_models)}
+        routes = {"/v1/chat/completions": ("POST", _complete), "/v1/models": ("GET", _models)}
         if path.startswith("/v1/models/"):
-            routes[path] = ("GET", _show_model)
+            routes[path] = ("GET", _models)
         if path not in routes:
             there = "there are /v1/chat/completions and /v1/models"
             raise ApiError(404, f"no such address as {path[:80]}: {there}", code="unknown_url")
@@ -138,16 +137,11 @@ async def _complete(request: web.Request, session: Session) -> web.StreamRespons
     return response
 
 
-async def _list_models(request: web.Request, session: Session) -> web.StreamResponse:
-    return web.json_response({"object": "list", "data": [_model(session)]})
-
-
-async def _show_model(request: web.Request, session: Session) -> web.StreamResponse:
-    return web.json_response(_model(session))
-
-
-def _model(session: Session) -> dict[str, Any]:
-    return {"id": session.model, "object": "model", "created": 0, "owned_by": "ludic"}
+async def _models(request: web.Request, session: Session) -> web.StreamResponse:
+    """There is one model, whatever name it is asked for by."""
+    model = {"id": session.model, "object": "model", "created": 0, "owned_by": "ludic"}
+    listed = request.path.rstrip("/") == "/v1/models"
+    return web.json_response({"object": "list", "data": [model]} if listed else model)
 
 
 def _refused(status: int, message: str, code: str | None) -> web.Response:
