@@ -249,13 +249,11 @@ class _Connection:
     async def close(self) -> None:
         """Ends the session, and the program with it. Never raises."""
         self._closing.set()
-        task = self._task
-        if task is None:
-            return
-        with suppress(Exception):
-            await asyncio.wait((task,), timeout=_CLOSE_S if self._ready.is_set() else 0)
-            task.cancel()
-            await asyncio.wait((task,), timeout=_CLOSE_S)
+        if (task := self._task) is not None:
+            with suppress(Exception):
+                await asyncio.wait((task,), timeout=_CLOSE_S if self._ready.is_set() else 0)
+                task.cancel()
+                await asyncio.wait((task,), timeout=_CLOSE_S)
 
 
 class _Scope:

@@ -105,11 +105,6 @@ class ToolAgent(Agent):
     def tool_request(self) -> ToolRequest | None:
         return self._shown
 
-    async def _open_sources(self) -> None:
-        for source in self.tool_sources:
-            self._open.append(await source.open())
-        self._know([*self._own_tools, *(tool for source in self._open for tool in source.tools)])
-
     async def close(self) -> None:
         """Ends the state of the episode's tools, and closes the sources that it opened."""
         await end_episode(self.internal_tools)
@@ -121,13 +116,18 @@ class ToolAgent(Agent):
         """Takes one turn: rounds of tool calls, and the message that ends it."""
         self.begin_turn()
         if self.tool_sources and not self._open:
-            await self._open_sources()
+            for source in self.tool_sources:
+                self._open.append(await source.open())
+            opened = [tool for source in self._open for tool in source.tools]
+            self._know([*self._own_tools, *opened])
         rounds_left = self.max_tool_rounds or 0
         while True:
             call = await self.call_model(self.tool_request)
             if call is None:
                 return self.out_of_context()
-            if not _asks_for_tools(call):
+            asks = call.parsed.tool_calls or call.parsed.tool_call_errors  # well or badly
+            # Of a message that was cut, the last call may be only half of what was meant.
+            if not asks or call.response.finish_reason is FinishReason.LENGTH:
                 self.record(call)
                 return self.conclude(call)
             if (result := await self.act_by_tool(call)) is not None:
@@ -214,11 +214,3 @@ class ToolAgent(Agent):
         self.ctx.on_tool_results(messages)
         errors = (result.error for result in (*unread, *answers))
         self.record(call, tuple(messages), tuple(error for error in errors if error is not None))
-
-
-def _asks_for_tools(call: ModelCall) -> bool:
-    """Whether the message calls tools, well or badly. A cut message does not: its last call may
-    be only half of what was meant."""
-    if call.response.finish_reason is FinishReason.LENGTH:
-        return False
-    return bool(call.parsed.tool_calls or call.parsed.tool_call_errors)

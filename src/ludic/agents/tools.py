@@ -80,10 +80,10 @@ class Tool:
                 "call; give one with Tool.of(function, name=...)"
             )
         summary, argument_docs = _read_docstring(inspect.getdoc(function) or "")
-        arguments, argument_names = _arguments_model(tool_name, function, argument_docs)
+        arguments, names, parameters = _arguments_model(tool_name, function, argument_docs)
         text = summary if description is None else description
-        schema = function_schema(tool_name, text, _parameters_schema(arguments))
-        return cls(tool_name, text, function, schema, arguments, argument_names)
+        schema = function_schema(tool_name, text, parameters)
+        return cls(tool_name, text, function, schema, arguments, names)
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as the function takes them; raises `ToolError` that names what is wrong."""
@@ -238,9 +238,10 @@ def as_text(value: Any) -> str:
 
 def _arguments_model(
     tool_name: str, function: ToolFunction, argument_docs: Mapping[str, str]
-) -> tuple[type[BaseModel], dict[str, str]]:
-    """A pydantic model of the arguments. Its fields are numbered and aliased, since an argument
-    may have a name that a model's own attributes use."""
+) -> tuple[type[BaseModel], dict[str, str], dict[str, Any]]:
+    """A pydantic model of the arguments, whose fields are numbered and aliased, since an argument
+    may have a name that a model's own attributes use; the names by these fields; and the JSON
+    schema without the titles that pydantic adds: they cost tokens."""
     from pydantic import ConfigDict, Field, create_model
     from pydantic.errors import PydanticUserError
 
@@ -267,20 +268,14 @@ def _arguments_model(
         )
     try:
         model = create_model(tool_name, __config__=ConfigDict(extra="forbid"), **fields)
-        model.model_json_schema()
+        schema = model.model_json_schema(by_alias=True)
     except PydanticUserError as exc:
         raise ToolError(f"tool {tool_name!r}: its arguments have no JSON schema: {exc}") from exc
-    return model, names
-
-
-def _parameters_schema(arguments: type[BaseModel]) -> dict[str, Any]:
-    """The arguments' JSON schema without the titles that pydantic adds: they cost tokens."""
-    schema = arguments.model_json_schema(by_alias=True)
     schema.pop("title", None)
     schema.pop("additionalProperties", None)
     for entry in schema.setdefault("properties", {}).values():
         entry.pop("title", None)
-    return schema
+    return model, names, schema
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
