@@ -111,8 +111,4 @@ def _gymnasium_class() -> Any:
 
 def _finished(result: Any) -> Any:
     """What the environment returned, awaited if need be."""
-    return asyncio.run(_wait(result)) if inspect.isawaitable(result) else result
-
-
-async def _wait(result: Any) -> Any:
-    return await result
+    return asyncio.run(asyncio.wait_for(result, None)) if inspect.isawaitable(result) else result

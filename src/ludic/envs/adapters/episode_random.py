@@ -41,22 +41,18 @@ class _Random:
     """Stands for the module `random`."""
 
     def __getattr__(self, name: str) -> Any:
-        episode = _now.get()
-        if episode is not None and hasattr(episode.python, name):
-            return getattr(episode.python, name)
-        return getattr(random, name)
+        own = getattr(_now.get(), "python", random)
+        return getattr(own if hasattr(own, name) else random, name)
 
 
 class _NumpyRandom:
     """Stands for `numpy.random`."""
 
     def __getattr__(self, name: str) -> Any:
-        episode = _now.get()
-        if episode is not None and name == "default_rng":
+        own = getattr(_now.get(), "numpy", np.random)
+        if own is not np.random and name == "default_rng":
             return self._default_rng
-        if episode is not None and hasattr(episode.numpy, name):
-            return getattr(episode.numpy, name)
-        return getattr(np.random, name)
+        return getattr(own if hasattr(own, name) else np.random, name)
 
     @staticmethod
     def _default_rng(seed: Any = None) -> np.random.Generator:

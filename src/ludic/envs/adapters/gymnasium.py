@@ -77,7 +77,7 @@ class GymnasiumEnv(SingleAgentEnv):
             raise ConfigError(f"colours={self.colours!r}: must be 'mark' or 'drop'")
         self._observation = self._chosen()
         self._env = self._made()
-        words = self.actions or self._usual_words()
+        words = self.actions or WORDS.get(getattr(self._env.spec, "name", ""))
         self._actions = _actions_of(self._env.action_space, words, self.id)
         self._obs: Any = None
         self._info: Mapping[str, Any] = {}
@@ -161,10 +161,6 @@ class GymnasiumEnv(SingleAgentEnv):
         except (errors.Error, ImportError, TypeError) as error:
             raise ConfigError(f"Gymnasium cannot make {self.id!r}: {error}") from error
         return env
-
-    def _usual_words(self) -> Sequence[str] | None:
-        spec = self._env.spec
-        return WORDS.get(spec.name) if spec is not None else None
 
 
 def without_colours(text: str, *, mark: bool) -> str:

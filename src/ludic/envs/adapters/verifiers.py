@@ -257,12 +257,8 @@ def _calls_in(text: str, types: Any) -> list[Any]:
 def _tools_text(tools: Sequence[Any]) -> str:
     if not tools:
         return ""
-    shown = "\n".join(
-        json.dumps(
-            {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        )
-        for tool in tools
-    )
+    keys = ("name", "description", "parameters")
+    shown = "\n".join(json.dumps({key: getattr(tool, key) for key in keys}) for tool in tools)
     return (
         f"You may call these tools:\n<tools>\n{shown}\n</tools>\n"
         'Call one by writing <tool_call>{"name": "...", "arguments": {...}}</tool_call>.'
