@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
@@ -129,16 +129,8 @@ class Judge:
             return Verdict(Outcome.NO_COMPILE, 0, total, message)
         if self.cache is None:
             return self._settled(task, source)
-        key = fingerprint(
-            code,
-            type(task).__name__,
-            asdict(task),
-            self.verifier.fingerprint,
-            asdict(self.limits),
-            self.sandbox,
-            self.all_tests,
-            self.budget_s,
-        )
+        how = (self.verifier.fingerprint, asdict(self.limits), self.sandbox, self.all_tests)
+        key = fingerprint(code, type(task).__name__, asdict(task), *how, self.budget_s)
         return self.cache.get(key, lambda: self._settled(task, source), keep=_lasts)
 
     def _settled(self, task: CodeTask, source: bytes) -> Verdict:
@@ -155,6 +147,7 @@ class Judge:
         verifier = self.verifier
         if task.checker is not None:
             verifier = CheckerVerifier(task.checker, self.limits)
+        files, command = {"main.py": source}, ["python", "main.py"]
         passed, total = 0, len(task.cases)
         first: tuple[Outcome, str, str] | None = None
         used_s, computed_s, late = 0.0, 0.0, False
@@ -165,13 +158,8 @@ class Judge:
                 first = first or (Outcome.FAILED, unreached, "budget")
                 late = late or computed_s <= 0.9 * used_s
                 break
-            result = self.pool.run(
-                {"main.py": source},
-                ["python", "main.py"],
-                case.stdin.encode(),
-                self.limits,
-                alone=alone,
-            )
+            stdin = case.stdin.encode()
+            result = self.pool.run(files, command, stdin, self.limits, alone=alone)
             used_s, computed_s = used_s + result.wall_s, computed_s + result.cpu_s
             late = late or result.late
             try:
@@ -213,7 +201,8 @@ class Judge:
         passed = sum(error is None for error in results.errors)
         if passed == total:
             return Verdict(Outcome.PASSED, passed, total, _all_passed(total), "ok")
-        number, error = _first_failure(results.errors)
+        failures = ((n, e) for n, e in enumerate(results.errors, start=1) if e is not None)
+        number, error = next(failures, (len(results.errors) + 1, ""))
         outcome, what = Outcome.FAILED, "gave a wrong result"
         if results.ended is not None:
             outcome, what = Outcome.CRASHED, f"was ended: {results.ended}"
@@ -226,11 +215,6 @@ class Judge:
 def _lasts(verdict: Verdict) -> bool:
     """Whether it would be the same on a busier or quieter machine."""
     return not verdict.late and verdict.status not in (RunStatus.WALL_TIME, "budget")
-
-
-def _first_failure(errors: Sequence[str | None]) -> tuple[int, str]:
-    failures = ((n, error) for n, error in enumerate(errors, start=1) if error is not None)
-    return next(failures, (len(errors) + 1, ""))
 
 
 def _all_passed(total: int) -> str:
