@@ -3,6 +3,8 @@ code, in `runs`, which each imports when it is called."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import typer
 
 from ludic.cli import episodes, looking, sampling, training
@@ -14,24 +16,20 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(training.train)
-app.command()(training.sft)
-app.command()(sampling.launch)
-app.command()(sampling.actor)
 app.add_typer(sampling.pipeline, name="pipeline")
+
+
+def _add(*commands: Callable[..., None]) -> None:
+    for command in commands:
+        app.command()(command)
+
+
+_add(training.train, training.sft, sampling.launch, sampling.actor)
 app.command("eval")(episodes.evaluate)
-app.command()(episodes.play)
-app.command()(episodes.generate)
-app.command()(episodes.replay)
-app.command()(looking.doctor)
-app.command()(looking.plan)
-app.command()(looking.calibrate)
+_add(episodes.play, episodes.generate, episodes.replay)
+_add(looking.doctor, looking.plan, looking.calibrate)
 app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(sampling.serve)
-app.command()(looking.envs)
-app.command()(looking.algorithms)
-app.command()(looking.init)
-app.command()(looking.view)
-app.command()(looking.push)
+_add(looking.envs, looking.algorithms, looking.init, looking.view, looking.push)
