@@ -36,7 +36,8 @@ class _Here:
             raise
 
     def poll(self) -> Waiting | Running | Ended:
-        return together([node.poll() for node in self._nodes], [socket.gethostname()])
+        running = Running((socket.gethostname(),))
+        return together([node.poll() for node in self._nodes], running)
 
     def send(self, sign: signal.Signals) -> None:
         self._nodes[0].send(sign)
@@ -46,10 +47,10 @@ class _Here:
             node.end(grace_s)
 
 
-def together(nodes: list[tuple[int, str] | None], names: list[str]) -> Running | Ended:
+def together(nodes: list[tuple[int, str] | None], running: Running) -> Running | Ended:
     """How a role stands whose nodes stand like this: the first failure is everybody's."""
     ended = [node for node in nodes if node is not None]
     failed = [node for node in ended if node[0]]
     if failed or len(ended) == len(nodes):
         return Ended(*(failed or ended)[0])
-    return Running(tuple(names))
+    return running

@@ -156,14 +156,8 @@ class RayEngine:
 
     def check_nodes(self) -> None:
         """Looks at every node; raises if one lacks what a role needs."""
-        runners = [
-            _runner(
-                cpus=0.0,
-                gpus=0.0,
-                strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-            )
-            for node in _nodes()
-        ]
+        places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in _nodes()]
+        runners = [_runner(cpus=0.0, gpus=0.0, strategy=place) for place in places]
         try:
             asked = [runner.look.remote(self.expected, ()) for runner in runners]
             for node, _, wrong in ray.get(asked, timeout=2 * ANSWER_S):
@@ -221,7 +215,7 @@ class _Placed:
         self._asked: list[Any] = []
         self._asked_at = time.monotonic()
         self._stage = "placing"
-        self._names: list[str] = []
+        self._running = Running(())
 
     def poll(self) -> Waiting | Running | Ended:
         try:
@@ -247,7 +241,7 @@ class _Placed:
             return self._running if self._stage == "running" else Waiting()
         match self._stage:
             case "looking":
-                self._names = [f"{address} ({node[:6]})" for node, address, _ in answers]
+                self._running = Running(tuple(f"{at} ({node[:6]})" for node, at, _ in answers))
                 if wrong := next((wrong for _, _, wrong in answers if wrong), None):
                     return Ended(None, wrong)
                 self._engine._good += [node for node, _, _ in answers]
@@ -262,12 +256,8 @@ class _Placed:
                 return self._running
             case "running":
                 self._ask_all()
-                return together(answers, self._names)
+                return together(answers, self._running)
         return Waiting()
-
-    @property
-    def _running(self) -> Running:
-        return Running(tuple(self._names))
 
     def _start(self, master: tuple[str, int] | None) -> None:
         runners = enumerate(self._runners)
