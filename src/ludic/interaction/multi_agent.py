@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -163,7 +164,7 @@ class _Game:
         self.acts: dict[AgentID, ActResult] = {}
         """Turns whose actions wait for the environment's step."""
         self.actions: dict[AgentID, Action] = {}
-        self.failures: dict[AgentID, int] = {}
+        self.failures = Counter[AgentID]()
         """Parse failures since the last step, by agent."""
 
     async def play(self, openings: Openings) -> None:
@@ -177,9 +178,11 @@ class _Game:
             if failed is None:
                 return
             if failed and not (self.actions and runner.accepts_partial_actions):
-                if len(active) > 1 and self._out_of_retries(failed):
-                    self._cut(TruncationReason.BUDGET)
-                    return
+                if len(active) > 1:
+                    self.failures.update(failed)
+                    if max(self.failures.values()) > self.max_parse_retries:
+                        self._cut(TruncationReason.BUDGET)
+                        return
                 continue
             await self._step()
         self._cut(TruncationReason.MAX_STEPS)
@@ -263,11 +266,6 @@ class _Game:
     def _keep_unused(self, agent_id: AgentID, act: ActResult | Action) -> None:
         if isinstance(act, ActResult):
             self.tracks[agent_id].add_interrupted(act.steps, act.parse.action)
-
-    def _out_of_retries(self, failed: Sequence[AgentID]) -> bool:
-        for agent_id in failed:
-            self.failures[agent_id] = self.failures.get(agent_id, 0) + 1
-        return any(n > self.max_parse_retries for n in self.failures.values())
 
     def _cut(self, reason: TruncationReason) -> None:
         """Ends the episode for all who are still in it; a turn whose action waits ends unused."""

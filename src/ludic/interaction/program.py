@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludic.agents.base_agent import ActResult
-from ludic.agents.programs.agent import ProgramAgent, ProgramResult
+from ludic.agents.programs.agent import ProgramAgent
 from ludic.errors import ConfigError
 from ludic.interaction.base import Runtime
 from ludic.interaction.episode import Episode, begin_agent, opening_of
@@ -85,7 +85,9 @@ class ProgramProtocol(SingleAgentSyncProtocol):
         except BaseException:
             track.add_interrupted(self.agent.steps_of_turn)
             raise
-        cut = _ending(result)
+        cut = TruncationReason.DEADLINE if result.timed_out else result.cut
+        if result.status == 0:
+            cut = None
         told = {"status": result.status, **(outcome.info if outcome else {})}
         track.add_outcome(
             StepOutcome(
@@ -99,12 +101,6 @@ class ProgramProtocol(SingleAgentSyncProtocol):
         )
         if cut is not None:
             track.cut(cut)
-
-
-def _ending(result: ProgramResult) -> TruncationReason | None:
-    if result.timed_out:
-        return TruncationReason.DEADLINE
-    return result.cut if result.status != 0 else None
 
 
 def program_protocol(
