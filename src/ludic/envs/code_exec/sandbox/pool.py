@@ -170,14 +170,11 @@ class SandboxPool:
             for _, sandbox in taken:
                 sandbox.start()
             yield [sandbox for _, sandbox in taken]
-        except SandboxError:
-            self._failed(taken)
-            raise
-        except BaseException:
-            self._give_back(taken, healthy=False)
+        except BaseException as error:
+            self._give_back(taken, error)
             raise
         else:
-            self._give_back(taken, healthy=True)
+            self._give_back(taken)
 
     def close(self) -> None:
         """Ends every sandbox, also those that run something. Safe to call again."""
@@ -234,24 +231,23 @@ class SandboxPool:
             self._leased.add(sandbox)
         return sandbox
 
-    def _failed(self, taken: Sequence[tuple[Role, Sandbox]]) -> None:
-        with self._state:
-            self._failures += 1
-            self.replaced += len(taken)
-            if self._failures >= self.breaker_failures:
-                self._open_until = time.monotonic() + self.breaker_s
-        self._give_back(taken, healthy=False)
-
-    def _give_back(self, taken: Sequence[tuple[Role, Sandbox]], *, healthy: bool) -> None:
+    def _give_back(
+        self, taken: Sequence[tuple[Role, Sandbox]], error: BaseException | None = None
+    ) -> None:
         unused: list[Sandbox] = []
         with self._state:
             self._running -= 1
             self._alone_running = False
             self._leased.difference_update(sandbox for _, sandbox in taken)
-            if healthy:
+            if error is None:
                 self._failures = 0
+            elif isinstance(error, SandboxError):
+                self._failures += 1
+                self.replaced += len(taken)
+                if self._failures >= self.breaker_failures:
+                    self._open_until = time.monotonic() + self.breaker_s
             for role, sandbox in taken:
-                if healthy and not self._closed and len(self._idle[role]) < self.workers:
+                if error is None and not self._closed and len(self._idle[role]) < self.workers:
                     self._idle[role].append(sandbox)
                 else:
                     unused.append(sandbox)
