@@ -135,8 +135,7 @@ class OpenServer:
         name = f"{self._server.prefix}{listed.name}"
         parameters = dict(_either(listed, "input_schema", "inputSchema"))
         parameters.pop("title", None)
-        schema = function_schema(name, description, parameters)
-        return Tool(name, description, call, schema)
+        return Tool(name, description, call, function_schema(name, description, parameters))
 
 
 class _Connection:

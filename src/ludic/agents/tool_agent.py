@@ -136,8 +136,7 @@ class ToolAgent(Agent):
                 return self._refuse(call)
             rounds_left -= 1
             answers = await self._answer(call, call.parsed.tool_calls)
-            notice = self.last_round_notice if rounds_left == 0 else None
-            self._finish_round(call, answers, notice)
+            self._finish_round(call, answers, self.last_round_notice if rounds_left == 0 else None)
 
     async def act_by_tool(self, call: ModelCall) -> ActResult | None:
         """For subclasses: the turn's result if one of the calls is an action itself."""

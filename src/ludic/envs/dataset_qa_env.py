@@ -72,9 +72,7 @@ class DatasetQAEnv(DatasetEnv):
 
     def env_step(self, action: Action) -> StepOutcome | Awaitable[StepOutcome]:
         score = self._score(Attempt(action, self._target, self._question, self._row))
-        if isinstance(score, Score):
-            return self._outcome(score)
-        return self._judged(score)
+        return self._outcome(score) if isinstance(score, Score) else self._judged(score)
 
     def env_current_obs(self) -> Obs:
         return self.template.replace("{question}", self._question)

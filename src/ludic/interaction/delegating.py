@@ -113,8 +113,7 @@ class DelegatingProtocol(InteractionProtocol):
         depth: int,
     ) -> Agent:
         """A fresh agent whose calls of external tools start sub-agents one level below."""
-        tools = self._tools if depth < self.max_depth else []
-        agent = factory(tools)
+        agent = factory(self._tools if depth < self.max_depth else [])
         if isinstance(agent, ToolAgent):
             agent.external_tool_handler = self._handler(family, episode, track, depth + 1)
         elif depth == 0:

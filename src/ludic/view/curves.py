@@ -145,9 +145,8 @@ def thinned(steps: Sequence[float], values: Sequence[float], most: int) -> list[
     """At most `most` points, each the mean of a stretch with its smallest and largest value."""
     parts = max(min(len(steps), most), 1)
     ends = [number * len(steps) // parts for number in range(1, parts)]
-    stretches = zip(np.split(steps, ends), np.split(values, ends), strict=True)
     return [
         [float(at[-1]), float(part.mean()), float(part.min()), float(part.max())]
-        for at, part in stretches
+        for at, part in zip(np.split(steps, ends), np.split(values, ends), strict=True)
         if part.size
     ]

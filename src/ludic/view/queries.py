@@ -252,9 +252,7 @@ def _key(sort: str) -> str:
 
 def _order(sort: str, descending: bool) -> str:
     key, way = _key(sort), "DESC" if descending else "ASC"
-    if key == "n":
-        return f"n {way}"
-    return f"{key} IS NULL, {key} {way}, n {way}"
+    return f"n {way}" if key == "n" else f"{key} IS NULL, {key} {way}, n {way}"
 
 
 def _component(name: str) -> str:

@@ -273,9 +273,7 @@ class TokenTexts:
         if (added := self._added.get(number)) is not None:
             return added
         piece = self._tokenizer.id_to_token(number) if number >= 0 else None
-        if piece is None:
-            return f"⟨{number}⟩"
-        return self._piece(piece)
+        return f"⟨{number}⟩" if piece is None else self._piece(piece)
 
 
 def _piece_reader(data: Any) -> Callable[[str], str]:

@@ -101,8 +101,7 @@ class ProgramAgent(Agent):
         if isinstance(self.function, str):
             self.function = PROGRAMS.get(self.function)
         if self.command:
-            path = environment(self.env, self.pass_env)["PATH"]
-            _check_command(self.command, self.cwd, path)
+            _check_command(self.command, self.cwd, environment(self.env, self.pass_env)["PATH"])
         self._session: Session | None = None
         self._prompt_given: str | None = None
 
@@ -143,10 +142,8 @@ class ProgramAgent(Agent):
         async with ChatServer() as server:
             server.open(session)
             try:
-                if self.function is None:
-                    ended = await self._run_command(task, server.url, session.key)
-                else:
-                    ended = await self._call_function(task, server.url, session.key)
+                run = self._run_command if self.function is None else self._call_function
+                ended = await run(task, server.url, session.key)
             finally:
                 await server.close(session)
                 self._steps.extend(session.take_steps(self._turn))

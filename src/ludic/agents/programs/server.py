@@ -45,8 +45,7 @@ class ChatServer:
 
     async def __aenter__(self) -> ChatServer:
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self._port = self._runner.addresses[0][1]
         return self
 

@@ -154,8 +154,7 @@ class CodeExecEnv(DatasetEnv):
             hint = verdict.message if self.feedback == "errors" else "Not all tests passed."
             self._obs = f"{hint}\nTry again."
             return StepOutcome(self._obs, 0.0, info=info)
-        share = verdict.passed / verdict.total
-        score = share if self.reward == "partial" else float(passed)
+        score = verdict.passed / verdict.total if self.reward == "partial" else float(passed)
         penalty = 0.0 if verdict.compiles else -self.compile_penalty
         return StepOutcome(
             "",

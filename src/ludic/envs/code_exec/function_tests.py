@@ -64,12 +64,8 @@ def run_function_tests(
     """Loads `solution`, and runs `tests`, each code with asserts, that call its `entry_point` by
     that name or as `candidate`. `setup` (a prompt with helpers) is run first on both sides."""
     limits = limits or Limits()
-    job = {
-        "entry_point": entry_point,
-        "setup": setup,
-        "tests": list(tests),
-        "stop_at_failure": stop_at_failure,
-    }
+    job: dict[str, Any] = {"entry_point": entry_point, "setup": setup}
+    job |= {"tests": list(tests), "stop_at_failure": stop_at_failure}
     return pool.attempt(
         lambda boxes: _run(boxes, solution, job, limits), ("program", "judge"), alone=alone
     )

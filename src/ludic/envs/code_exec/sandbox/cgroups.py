@@ -54,8 +54,7 @@ class Cgroup:
     def kills(self) -> int:
         """How often the kernel has ended a process in it for want of memory."""
         lines = (self.path / "memory.events").read_text().splitlines()
-        events = dict(line.split() for line in lines)
-        return int(events.get("oom_kill", 0))
+        return int(dict(line.split() for line in lines).get("oom_kill", 0))
 
     def remove(self, timeout_s: float = 2.0) -> None:
         """Ends what is in it, and removes it. Does nothing if it is gone already."""
