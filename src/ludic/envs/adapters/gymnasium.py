@@ -181,11 +181,15 @@ def without_colours(text: str, *, mark: bool) -> str:
 
 
 class _Discrete:
-    """Words for the numbers from `start`."""
+    """A word for each of `size` numbers from `start`; by default the numbers themselves."""
 
-    def __init__(self, words: Sequence[str], start: int) -> None:
-        self._words, self._start = tuple(words), start
-        self._numbers = {word.lower(): start + i for i, word in enumerate(words)}
+    def __init__(self, words: Sequence[Any] | None, size: int, start: int, id: str) -> None:
+        numbers = range(start, start + size)
+        names = [str(word) for word in (numbers if words is None else words)]
+        if len(names) != size or len({w.strip().lower() for w in names}) != size:
+            raise ConfigError(f"actions={names}: {id} wants {size} different words, one per action")
+        self._words = tuple(names)
+        self._numbers = {word.lower(): number for word, number in zip(names, numbers, strict=True)}
 
     def read(self, action: str) -> int | None:
         return self._numbers.get(action.strip().lower())
@@ -235,7 +239,7 @@ def _actions_of(space: Any, words: Sequence[Any] | None, id: str) -> Any:
     if kind == "Text":
         return _Text(space)
     if kind == "Discrete":
-        return _discrete(words, int(space.n), int(space.start), id)
+        return _Discrete(words, int(space.n), int(space.start), id)
     if kind == "MultiDiscrete" and space.nvec.ndim == 1:
         sizes, starts = space.nvec.tolist(), space.start.tolist()
         if words is not None and len(words) != len(sizes):
@@ -243,7 +247,7 @@ def _actions_of(space: Any, words: Sequence[Any] | None, id: str) -> Any:
                 f"actions has words for {len(words)} parts; an action of {id} has {len(sizes)}"
             )
         parts = [
-            _discrete(None if words is None else words[i], size, start, id)
+            _Discrete(None if words is None else words[i], size, start, id)
             for i, (size, start) in enumerate(zip(sizes, starts, strict=True))
         ]
         return _MultiDiscrete(parts, space.dtype)
@@ -251,10 +255,3 @@ def _actions_of(space: Any, words: Sequence[Any] | None, id: str) -> Any:
         f"the actions of {id} are {space}, for which there are no words: Discrete, MultiDiscrete "
         "and Text spaces can be played; wrap the environment in one of those"
     )
-
-
-def _discrete(words: Sequence[Any] | None, size: int, start: int, id: str) -> _Discrete:
-    names = [str(w) for w in words] if words is not None else [str(start + i) for i in range(size)]
-    if len(names) != size or len({w.strip().lower() for w in names}) != size:
-        raise ConfigError(f"actions={names}: {id} wants {size} different words, one per action")
-    return _Discrete(names, start)
