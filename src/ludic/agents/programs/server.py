@@ -69,15 +69,16 @@ class ChatServer:
         try:
             session = self._session_of(request)
             return await self._route(request)(request, session)
-        except ApiError as error:
-            return web.json_response(error.body(), status=error.status)
         except ConnectionResetError:  # the client is gone
             return web.Response(status=499)
+        except ApiError as exc:
+            error = exc
         except web.HTTPRequestEntityTooLarge:
             limit = f"the body is larger than {self._max_body_bytes} bytes"
-            return _refused(413, limit, "request_too_large")
+            error = ApiError(413, limit, code="request_too_large")
         except Exception as exc:  # whatever happens, the program is answered in the API's format
-            return _refused(500, f"{type(exc).__name__}: {exc}", None)
+            error = ApiError(500, f"{type(exc).__name__}: {exc}")
+        return web.json_response(error.body(), status=error.status)
 
     def _session_of(self, request: web.Request) -> Session:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -141,10 +142,6 @@ async def _models(request: web.Request, session: Session) -> web.StreamResponse:
     model = {"id": session.model, "object": "model", "created": 0, "owned_by": "ludic"}
     listed = request.path.rstrip("/") == "/v1/models"
     return web.json_response({"object": "list", "data": [model]} if listed else model)
-
-
-def _refused(status: int, message: str, code: str | None) -> web.Response:
-    return web.json_response(ApiError(status, message, code=code).body(), status=status)
 
 
 def _digest(key: str) -> bytes:
