@@ -23,11 +23,11 @@ def main() -> None:
         answers.write(json.dumps(shortened(run(json.loads(line), names))) + "\n")
 
 
-def shortened(text: str) -> str:
-    """Returns its beginning and its end if it is long."""
-    if len(text) <= MAX_SHOWN:
+def shortened(text: str, most: int = MAX_SHOWN) -> str:
+    """Returns its beginning and its end if it is longer than `most`."""
+    if len(text) <= most:
         return text
-    half = MAX_SHOWN // 2
+    half = most // 2
     return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
 
 

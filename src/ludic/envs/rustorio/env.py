@@ -16,6 +16,7 @@ from ludic.envs.code_exec.sandbox.pool import (
     check_sandbox,
     shared_pool,
 )
+from ludic.envs.code_exec.session_program import shortened
 from ludic.envs.code_exec.tasks import extract_code
 from ludic.envs.rustorio.crate import (
     Game,
@@ -205,7 +206,7 @@ class RustorioEnv(SingleAgentEnv):
         path = self._game.sources.get(name)
         if path is None:
             return Play("read", "There is no such file. Files: " + ", ".join(self._game.sources))
-        return Play("read", _shortened(path.read_text(encoding="utf-8"), _SHOWN_FILE))
+        return Play("read", shortened(path.read_text(encoding="utf-8"), _SHOWN_FILE))
 
     def _play(self, code: str) -> Play:
         source = code.encode("utf-8", "replace")
@@ -257,14 +258,7 @@ class RustorioEnv(SingleAgentEnv):
 
     def _clean(self, text: str, most: int) -> str:
         """Without this machine's paths, and no longer than `most`."""
-        return _shortened(text.replace(f"{self._game.folder.parent}/", ""), most)
-
-
-def _shortened(text: str, most: int) -> str:
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return f"{text[:half]}\n[… {len(text) - most} characters …]\n{text[-half:]}"
+        return shortened(text.replace(f"{self._game.folder.parent}/", ""), most)
 
 
 # What a program may not contain although the compiler takes it: safe Rust can stretch a lifetime
