@@ -7,6 +7,7 @@ import inspect
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from itertools import cycle
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ludic.agents.base_agent import ActResult, Agent
@@ -58,15 +59,13 @@ class SequenceBot:
         if not actions:
             raise ConfigError("SequenceBot needs at least one action")
         self._actions = tuple(actions)
-        self._next = 0
+        self._coming = cycle(self._actions)
 
     def reset(self, *, seed: int | None) -> None:
-        self._next = 0
+        self._coming = cycle(self._actions)
 
     def act(self, obs: Obs) -> Action:
-        action = self._actions[self._next % len(self._actions)]
-        self._next += 1
-        return action
+        return next(self._coming)
 
 
 class RandomBot:
