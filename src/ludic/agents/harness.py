@@ -82,8 +82,7 @@ class HarnessAgent(ReActAgent):
             self._shown = ToolRequest([*self._actions.values(), *own])
 
     def on_after_step(self, obs: Obs, info: Info) -> None:
-        changed = not info.get("parse_error") and obs != self._last_obs
-        if changed:
+        if not info.get("parse_error") and obs != self._last_obs:
             self._last_obs, self._unchanged = obs, 0
         else:
             self._unchanged += 1

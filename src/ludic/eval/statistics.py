@@ -123,8 +123,7 @@ def _skewed_interval(x: NDArray[np.float64], confidence: float) -> tuple[float, 
     if x.size < 2:
         return -math.inf, math.inf
     value, n = float(x.mean()), x.size
-    deviation = float(x.std(ddof=1))
-    if deviation == 0:
+    if (deviation := float(x.std(ddof=1))) == 0:
         return value, value
     third = float((((x - value) / deviation) ** 3).mean())
     skewness = third * n * n / ((n - 1) * (n - 2)) if n > 2 else 0.0

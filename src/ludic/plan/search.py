@@ -132,10 +132,9 @@ def splits(job: Job, gpus: int) -> Iterator[Split]:
     each = next((g for g in (1, 2, 4, 8) if g <= gpus and server_slots(job, g)[0]), None)
     if each is None:
         return
-    sizes: set[int] = set()
-    for share in _SHARES:
-        ranks = max(1, round(share * gpus))
-        sizes.add(max(node, ranks // node * node) if gpus > node else ranks)
+    sizes = {max(1, round(share * gpus)) for share in _SHARES}
+    if gpus > node:
+        sizes = {max(node, ranks // node * node) for ranks in sizes}
     for ranks in sorted(sizes):
         servers = (gpus - ranks) // each
         if servers and trainer_plan(job, ranks, samples=False).fits(job.free):

@@ -123,13 +123,11 @@ def with_weights(db: sqlite3.Connection, rows: list[sqlite3.Row]) -> list[dict[s
 
 def facets(db: sqlite3.Connection) -> dict[str, Any]:
     """What there is to filter by: the values of each column, with how many rollouts have them."""
-    values: dict[str, Any] = {}
-    for column in _FACETS:
-        rows = db.execute(
-            "SELECT value, count FROM facets WHERE name = ? ORDER BY count DESC LIMIT ?",
-            (column, _MOST_VALUES),
-        )
-        values[column] = [[value, count] for value, count in rows]
+    query = "SELECT value, count FROM facets WHERE name = ? ORDER BY count DESC LIMIT ?"
+    values: dict[str, Any] = {
+        column: [list(row) for row in db.execute(query, (column, _MOST_VALUES))]
+        for column in _FACETS
+    }
     names = db.execute("SELECT value FROM facets WHERE name = 'component' ORDER BY rowid")
     trained = db.execute("SELECT 1 FROM trained LIMIT 1").fetchone() is not None
     return values | {"components": [name for (name,) in names][:_MOST_VALUES], "trained": trained}

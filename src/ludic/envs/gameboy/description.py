@@ -198,11 +198,9 @@ def _faults(game: Game) -> Iterator[str]:
     if grid is not None:
         if game.screen is None:
             yield "a grid is read from the screen's tiles: describe the screen"
-        numbers = [("place", grid.place), ("x", grid.x), ("y", grid.y)]
-        if isinstance(grid.walkable, str):
-            numbers.append(("walkable", grid.walkable))
-        for role, name in numbers:
-            if name not in game.fields:
+        for role in ("place", "x", "y", "walkable"):
+            name = getattr(grid, role)
+            if isinstance(name, str) and name not in game.fields:
                 yield f"grid.{role}: there is no field {name!r}"
         for mark in grid.marks:
             entries = game.fields.get(mark.list)
