@@ -175,12 +175,8 @@ async def end_episode(tools: Mapping[str, Tool]) -> None:
 
 def tool_message(call: ToolCall, content: str) -> Message:
     """The answer to `call`, in the shape of a chat template."""
-    return {
-        "role": "tool",
-        "content": content,
-        "tool_call_id": call["id"],
-        "name": call["function"]["name"],
-    }
+    name = call["function"]["name"]
+    return {"role": "tool", "content": content, "tool_call_id": call["id"], "name": name}
 
 
 async def call_tool(

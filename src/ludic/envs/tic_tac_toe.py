@@ -141,12 +141,9 @@ class _Scored:
 
     def _end(self, mark: Mark) -> StepOutcome:
         result = _result_for(mark, self._board)
-        return StepOutcome(
-            _view(mark, self._board),
-            self._rewards[result],
-            terminated=True,
-            info={"board": self._board, "result": result},
-        )
+        info = {"board": self._board, "result": result}
+        shown = _view(mark, self._board)
+        return StepOutcome(shown, self._rewards[result], terminated=True, info=info)
 
     def _complain(self, mark: Mark, action: Action, place: int | None) -> StepOutcome:
         """An illegal move, which may end the game."""
@@ -283,12 +280,9 @@ class TwoPlayerTicTacToeEnv(_Scored, LudicEnv[Mark, Obs, Action]):
         complaint = self._complain(mover, action, place)
         if not self._over:
             return {mover: complaint}
-        void = StepOutcome(
-            f"{mover} made an illegal move. The game is void.",
-            self._rewards["draw"],
-            terminated=True,
-            info={"board": self._board, "result": "void"},
-        )
+        told = f"{mover} made an illegal move. The game is void."
+        info = {"board": self._board, "result": "void"}
+        void = StepOutcome(told, self._rewards["draw"], terminated=True, info=info)
         return {mover: complaint, other(mover): void}
 
 

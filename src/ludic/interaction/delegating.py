@@ -140,14 +140,10 @@ class DelegatingProtocol(InteractionProtocol):
             task = str(call["function"]["arguments"]["task"])
             episode = Episode(sub.make_env(task), _spec_of_child(caller.spec, sub, place))
             family.append(episode)
-            track = episode.add_track(
-                AgentTrack(
-                    name,
-                    f"{caller_track.rollout_id}/{name}-{place}",
-                    parent_id=caller_track.rollout_id,
-                    meta={"depth": depth, "task": task},
-                )
-            )
+            parent = caller_track.rollout_id
+            track = AgentTrack(name, f"{parent}/{name}-{place}", parent_id=parent)
+            track.meta |= {"depth": depth, "task": task}
+            episode.add_track(track)
             agent = self._make(sub.make_agent, family, episode, track, depth=depth)
 
             async def play() -> None:

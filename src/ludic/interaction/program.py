@@ -89,16 +89,11 @@ class ProgramProtocol(SingleAgentSyncProtocol):
         if result.status == 0:
             cut = None
         told = {"status": result.status, **(outcome.info if outcome else {})}
-        track.add_outcome(
-            StepOutcome(
-                "",
-                verdict.reward,
-                terminated=cut is None,
-                info=told,
-                reward_components=verdict.components,
-            ),
-            act,
+        parts = verdict.components
+        judged = StepOutcome(
+            "", verdict.reward, terminated=cut is None, info=told, reward_components=parts
         )
+        track.add_outcome(judged, act)
         if cut is not None:
             track.cut(cut)
 

@@ -156,13 +156,8 @@ class CodeExecEnv(DatasetEnv):
             return StepOutcome(self._obs, 0.0, info=info)
         score = verdict.passed / verdict.total if self.reward == "partial" else float(passed)
         penalty = 0.0 if verdict.compiles else -self.compile_penalty
-        return StepOutcome(
-            "",
-            score + penalty,
-            terminated=True,
-            info=info,
-            reward_components={"tests": score, "compile": penalty},
-        )
+        parts = {"tests": score, "compile": penalty}
+        return StepOutcome("", score + penalty, terminated=True, info=info, reward_components=parts)
 
     def env_current_obs(self) -> Obs:
         return self._obs
