@@ -18,12 +18,12 @@ import sys
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ludic.envs.code_exec.sandbox.base import Limits, RunResult, RunStatus, SandboxUnavailableError
 from ludic.envs.code_exec.sandbox.cgroups import Cgroup
 from ludic.envs.code_exec.sandbox.inside import LOADER, sources
-from ludic.envs.code_exec.sandbox.seccomp import build_filter
+from ludic.envs.code_exec.sandbox.seccomp import FilterFor, build_filter
 from ludic.envs.code_exec.sandbox.worker import (
     BOOTSTRAP,
     WORKER_ENVIRONMENT,
@@ -35,7 +35,6 @@ from ludic.envs.code_exec.sandbox.worker import (
 FOLDER = "/tmp"
 """Where a program starts, and the only place that it can write to."""
 
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": FOLDER, "LANG": "C.UTF-8"}
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 _OWN_RANGE, _PER_PROCESS = 1_800_000_000, 64
@@ -60,16 +59,8 @@ class BubblewrapSandbox(Sandbox):
         try:
             with os.fdopen(filter_w, "wb") as pipe:
                 pipe.write(build_filter("worker"))
-            return WorkerProcess(
-                self._command(filter_r),
-                {
-                    "mode": "bubblewrap",
-                    "folder": FOLDER,
-                    "filter": build_filter("program").hex(),
-                    "environment": ENVIRONMENT,
-                },
-                pass_fds=[filter_r],
-            )
+            settings = worker_settings("bubblewrap", FOLDER, "program")
+            return WorkerProcess(self._command(filter_r), settings, pass_fds=[filter_r])
         except BaseException:
             if self._cgroup is not None:
                 self._cgroup.remove()
@@ -116,17 +107,20 @@ class BubblewrapSandbox(Sandbox):
         return launched(command, uid, binds, self._cgroup)
 
 
+def worker_settings(mode: str, folder: str, purpose: FilterFor) -> dict[str, Any]:
+    """What a worker is told of its programs: where they start, and what they may and find."""
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
+    rules = build_filter(purpose).hex()
+    return {"mode": mode, "folder": folder, "filter": rules, "environment": environment}
+
+
 def launched(
     command: list[str], uid: int | None, binds: list[tuple[str, str]], cgroup: Cgroup | None
 ) -> list[str]:
     """The command behind a launcher that gives up root first, and looks after the cgroup."""
     modules = sources("confine", "launch")
-    settings = {
-        "command": command,
-        "uid": uid,
-        "binds": binds,
-        "cgroup": None if cgroup is None else str(cgroup.path),
-    }
+    group = None if cgroup is None else str(cgroup.path)
+    settings = {"command": command, "uid": uid, "binds": binds, "cgroup": group}
     start = f"{LOADER}\nload({modules!r})\nsys.modules[{list(modules)[-1]!r}].main()\n"
     return [interpreter().executable, "-I", "-S", "-c", start, json.dumps(settings)]
 

@@ -21,8 +21,8 @@ from ludic.envs.code_exec.sandbox.bubblewrap import (
     launched,
     reachable_prefix,
     spare_user,
+    worker_settings,
 )
-from ludic.envs.code_exec.sandbox.seccomp import build_filter
 from ludic.envs.code_exec.sandbox.worker import BOOTSTRAP, Sandbox, WorkerProcess
 
 WARNING = (
@@ -51,16 +51,9 @@ class PlainSandbox(Sandbox):
             os.chown(self._folder, uid, uid)
         executable = python.executable.replace(python.prefix, prefix, 1)
         command = [executable, "-s", "-X", "utf8", "-c", BOOTSTRAP]
-        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": self._folder}
-        return WorkerProcess(
-            command if uid is None else launched(command, uid, binds, None),
-            {
-                "mode": "plain",
-                "folder": self._folder,
-                "filter": build_filter("plain").hex(),
-                "environment": {**environment, "LANG": "C.UTF-8"},
-            },
-        )
+        if uid is not None:
+            command = launched(command, uid, binds, None)
+        return WorkerProcess(command, worker_settings("plain", self._folder, "plain"))
 
     def close(self) -> None:
         super().close()
