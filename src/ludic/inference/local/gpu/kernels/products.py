@@ -43,6 +43,7 @@ class Tiles(NamedTuple):
 
 
 MEASURED: dict[tuple[str, int, int, int], Tiles] = {
+    ("gated", 32, 1536, 8960): Tiles(32, 64, 64),
     ("gated", 128, 1536, 8960): Tiles(128, 128, 64, 8, 4),
     ("gated", 128, 3584, 18944): Tiles(128, 128, 64, 8, 4, more=16),
 }
