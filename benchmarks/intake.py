@@ -34,13 +34,7 @@ from typing import Any
 import numpy as np
 from redis import Redis
 
-from ludic.pipeline import (
-    Bounds,
-    LocalRedis,
-    PipelineBatchSource,
-    PipelineConfig,
-    TrainerLease,
-)
+from ludic.pipeline import Bounds, LocalRedis, PipelineBatchSource, PipelineConfig, TrainerLease
 from ludic.pipeline.messages import Group, Unit, group_message, read_group, read_unit
 from ludic.pipeline.store import Store, entries
 from ludic.rollouts import EnvSpec, FixedMix, ProtocolSpec, RolloutRequest

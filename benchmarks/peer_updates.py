@@ -74,10 +74,7 @@ class TRLUpdate:
         utils.add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
         self.model, self._utils = model, utils
         accelerator = types.SimpleNamespace(
-            autocast=nullcontext,
-            num_processes=1,
-            gather=lambda x: x,
-            reduce=lambda x, reduction: x,
+            autocast=nullcontext, num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
         )
         args = types.SimpleNamespace(
             use_bias_correction_kl=False, delta=None, steps_per_generation=1

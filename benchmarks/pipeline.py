@@ -47,12 +47,7 @@ from ludic.pipeline import (
 )
 from ludic.pipeline.store import Store
 from ludic.rollouts import EnvSpec, FixedMix, ProtocolSpec, RolloutEngine, RolloutRequest
-from ludic.training import (
-    RolloutBatchSource,
-    Trainer,
-    TrainerConfig,
-    make_grpo,
-)
+from ludic.training import RolloutBatchSource, Trainer, TrainerConfig, make_grpo
 
 NEEDS = ("redis",)
 

@@ -96,10 +96,7 @@ def with_passes(profile: Profile) -> Profile:
     # Products took half of the time at 40 % of the peak, by torch's profiler.
     products = {"pass_flop_s": 1 / (0.8e12 * profile["peak_tflops"])}
     rows = [
-        (
-            Costs(profile, r.shape, r.adapter).pass_features(r.tokens, context=r.context),
-            r.seconds,
-        )
+        (Costs(profile, r.shape, r.adapter).pass_features(r.tokens, context=r.context), r.seconds)
         for r in seen.PASSES
         if r.use == "fitted"
     ]

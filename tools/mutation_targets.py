@@ -134,10 +134,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/checkpoints",
         _RANKS,
     ),
-    "training/update/graphed.py": (
-        f"{_UPDATE}/test_graph_sizes.py",
-        f"{_UPDATE}/test_graphed.py",
-    ),
+    "training/update/graphed.py": (f"{_UPDATE}/test_graph_sizes.py", f"{_UPDATE}/test_graphed.py"),
     "rollouts/requests.py": (
         "tests/rollouts/test_requests.py",
         "tests/rollouts/test_curricula.py",

@@ -59,16 +59,8 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         "if self.rope_threshold < sys.maxsize:",
         "Lt -> LtE",
     ): "a rotary embedding without a threshold has nothing to forget",
-    (
-        _LOGPROBS,
-        'vocab = int(getattr(head, "out_features", 2**17))',
-        "2 -> 3",
-    ): _AT_ONCE,
-    (
-        _LOGPROBS,
-        'vocab = int(getattr(head, "out_features", 2**17))',
-        "17 -> 18",
-    ): _AT_ONCE,
+    (_LOGPROBS, 'vocab = int(getattr(head, "out_features", 2**17))', "2 -> 3"): _AT_ONCE,
+    (_LOGPROBS, 'vocab = int(getattr(head, "out_features", 2**17))', "17 -> 18"): _AT_ONCE,
     (
         _LOGPROBS,
         "logp = logp.masked_fill_(mask, 0.0) # 0 * inf would be NaN",
@@ -194,11 +186,7 @@ UNSEEN: dict[tuple[str, str, str], str] = {
     (_CHECKS, "rows[2][-own:] += 2", "2 -> 3"): _ANY_TOKENS,
     (_CHECKS, "rows[2][-own:] += 2", "Add= -> Sub="): _ANY_TOKENS,
     (_CHECKS, "ids = _random_ids(causal, 8, device)[None]", "8 -> 9"): _ANY_TOKENS,
-    (
-        _CHECKS,
-        "changed[0, -1].add_(1).remainder_(vocabulary_size(causal))",
-        "1 -> 2",
-    ): _ANY_TOKENS,
+    (_CHECKS, "changed[0, -1].add_(1).remainder_(vocabulary_size(causal))", "1 -> 2"): _ANY_TOKENS,
     (_CHECKS, "_LARGEST_LOGIT = 100.0", "100.0 -> 101.0"): _MARGIN,
     (
         _CHECKS,
@@ -207,11 +195,7 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         "32 -> 33",
     ): _MARGIN,
     (_GRAPHED, "for _ in range(8):", "8 -> 9"): "sizes that fit are found sooner, or not at all",
-    (
-        _GRAPHED,
-        "old.copy_(value, non_blocking=True)",
-        "True -> False",
-    ): _ON_A_GPU,
+    (_GRAPHED, "old.copy_(value, non_blocking=True)", "True -> False"): _ON_A_GPU,
     (
         _GRAPHED,
         "return torch.cat([cu_seqlens, cu_seqlens[-1:] + "

@@ -152,11 +152,7 @@ class Registry:
         return self.make_with(self.get(name), name, args, kwargs)
 
     def make_with(
-        self,
-        factory: Callable[..., Any],
-        name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, factory: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Calls `factory`, which `get(name)` returned, as `make` does."""
         try:

@@ -23,13 +23,7 @@ from ludic.interaction import (
 )
 from ludic.registry import make_protocol
 from ludic.rollouts import RolloutRequest
-from ludic.runs.episodes import (
-    inference_spec,
-    requests_of,
-    rows_of,
-    seats_of,
-    tool_parser_of,
-)
+from ludic.runs.episodes import inference_spec, requests_of, rows_of, seats_of, tool_parser_of
 from ludic.runs.settings import EnvSection, RunConfig
 from ludic.runs.settings.base import configuring
 from ludic.types import EnvSpec

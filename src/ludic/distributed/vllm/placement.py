@@ -79,11 +79,7 @@ _PREFERRED = (
 
 
 def choose_plane(
-    trainer: Place,
-    workers: Sequence[Place],
-    *,
-    named: PlaneName = "auto",
-    gathered: bool = False,
+    trainer: Place, workers: Sequence[Place], *, named: PlaneName = "auto", gathered: bool = False
 ) -> Choice:
     """Returns the plane for a trainer and all workers of its servers: the one rule that runs, the
     library and the examples ask. `gathered`: the weights are in the host's memory, where several

@@ -23,13 +23,7 @@ from torch import Tensor
 
 from ludic.distributed.addresses import is_loopback, own_address
 from ludic.distributed.vllm.ipc_handles import Exports
-from ludic.distributed.vllm.placement import (
-    Choice,
-    Place,
-    PlaneName,
-    ask_places,
-    choose_plane,
-)
+from ludic.distributed.vllm.placement import Choice, Place, PlaneName, ask_places, choose_plane
 from ludic.distributed.vllm.shared_memory import SharedWeights, write_shared
 from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import ConfigError, DeadlineError, PublishError

@@ -33,13 +33,7 @@ from ludic.runs.interruption import handling
 from ludic.runs.model import algorithm_of
 from ludic.runs.pipeline import address
 from ludic.runs.pipeline.elastic import Elastic
-from ludic.runs.pipeline.roles import (
-    Environment,
-    actor_role,
-    role_log,
-    server_role,
-    trainer_role,
-)
+from ludic.runs.pipeline.roles import Environment, actor_role, role_log, server_role, trainer_role
 from ludic.runs.pipeline.status import PipelineStatus, read_status
 from ludic.runs.results.terminal import command_name, say, warn
 from ludic.runs.settings import ClusterSection, PipelineSection, RunConfig
