@@ -27,26 +27,18 @@ _CUDA_STATE = 'if world.device.type == "cuda" and "rng/cuda" in file.keys(): # n
 UNSEEN: dict[tuple[str, str, str], str] = {
     (_PLANNING, "_PARTS = (1, 2, 4, 8)", "4 -> 5"): _FINER,
     (_PLANNING, "_PARTS = (1, 2, 4, 8)", "8 -> 9"): _FINER,
-    (
-        _PLANNING,
-        "return Cost(layers * width / max(parameters, 1))",
-        "1 -> 2",
-    ): "a model without parameters has no layers",
-    (
-        _PLANNING,
-        "shared = 0 if before is None else order.shared(before, row)",
-        "0 -> 1",
-    ): "what the first unit saves beside the one before it is not looked at",
-    (
-        _PLANNING,
-        "if world_size > 1:",
-        "Gt -> GtE",
-    ): "on one rank nothing takes less than the largest bundles, which come first",
-    (
-        _PLANNING,
-        "by_load = [(0.0, b) for b in range(total)] # a heap",
-        "0.0 -> 1.0",
-    ): "all begin with the same",
+    (_PLANNING, "return Cost(layers * width / max(parameters, 1))", "1 -> 2"): (
+        "a model without parameters has no layers"
+    ),
+    (_PLANNING, "shared = 0 if before is None else order.shared(before, row)", "0 -> 1"): (
+        "what the first unit saves beside the one before it is not looked at"
+    ),
+    (_PLANNING, "if world_size > 1:", "Gt -> GtE"): (
+        "on one rank nothing takes less than the largest bundles, which come first"
+    ),
+    (_PLANNING, "by_load = [(0.0, b) for b in range(total)] # a heap", "0.0 -> 1.0"): (
+        "all begin with the same"
+    ),
     (_PLANNING, "size = 0", "0 -> 1"): "it is set before it is read",
     (_RECOVERY, "self._fitted = 0", "0 -> 1"): "half of one token is none",
     (
@@ -54,31 +46,23 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         "self.budget = min(self.budget, max(split_size // 2, self._fitted // 2, 1))",
         "1 -> 2",
     ): "every row has two tokens, and the longest fits whatever the budget",
-    (
-        _POLICY,
-        "if self.rope_threshold < sys.maxsize:",
-        "Lt -> LtE",
-    ): "a rotary embedding without a threshold has nothing to forget",
+    (_POLICY, "if self.rope_threshold < sys.maxsize:", "Lt -> LtE"): (
+        "a rotary embedding without a threshold has nothing to forget"
+    ),
     (_LOGPROBS, 'vocab = int(getattr(head, "out_features", 2**17))', "2 -> 3"): _AT_ONCE,
     (_LOGPROBS, 'vocab = int(getattr(head, "out_features", 2**17))', "17 -> 18"): _AT_ONCE,
-    (
-        _LOGPROBS,
-        "logp = logp.masked_fill_(mask, 0.0) # 0 * inf would be NaN",
-        "0.0 -> 1.0",
-    ): "it is multiplied by 0",
+    (_LOGPROBS, "logp = logp.masked_fill_(mask, 0.0) # 0 * inf would be NaN", "0.0 -> 1.0"): (
+        "it is multiplied by 0"
+    ),
     (_LOGPROBS, "return torch.compile(function, dynamic=True)", "True -> False"): _ON_A_GPU,
     (_LOGPROBS, "ctx.set_materialize_grads(False)", "False -> True"): _NO_GRADIENT,
-    (
-        _LOGPROBS,
-        "return grad_hidden, grad_weight, grad_bias, *[None] * 7",
-        "7 -> 8",
-    ): _MORE_GRADIENTS,
+    (_LOGPROBS, "return grad_hidden, grad_weight, grad_bias, *[None] * 7", "7 -> 8"): (
+        _MORE_GRADIENTS
+    ),
     (_OPTIMIZER, "fused=self._fused or None,", "and <-> or"): _ON_A_GPU,
-    (
-        _OPTIMIZER,
-        "if scale != 1.0:",
-        "1.0 -> 2.0",
-    ): "a scale is never above 1, and times 1 changes nothing",
+    (_OPTIMIZER, "if scale != 1.0:", "1.0 -> 2.0"): (
+        "a scale is never above 1, and times 1 changes nothing"
+    ),
     (_GRAPHED, "ctx.set_materialize_grads(False)", "False -> True"): _NO_GRADIENT,
     (
         _GRAPHED,
@@ -113,32 +97,24 @@ UNSEEN: dict[tuple[str, str, str], str] = {
     (_CHECKS, "if apart > limit:", "Gt -> GtE"): _MARGIN,
     (_CHECKS, "if leaked > (least := max(eps, 3 * rounding)):", "3 -> 4"): _MARGIN,
     (_CHECKS, "if leaked > (least := max(eps, 3 * rounding)):", "Gt -> GtE"): _MARGIN,
-    (
-        _CHECKS,
-        "own = min(5, len(ids) - 1)",
-        "1 -> 2",
-    ): "in very short rows; an end of any length shows what leaks into it",
+    (_CHECKS, "own = min(5, len(ids) - 1)", "1 -> 2"): (
+        "in very short rows; an end of any length shows what leaks into it"
+    ),
     (
         "training/trainer.py",
         '1, "ludic-train", initializer=work_on, initargs=(self.world.device,)',
         "1 -> 2",
     ): "a thread more has nothing to do: one piece of work is awaited before the next",
-    (
-        "training/trainer.py",
-        "self._goal: int | None = 0",
-        "0 -> 1",
-    ): "both are reached by the first step",
-    (
-        _OPTIMIZER,
-        "return 1.0 if limit is None or norm <= limit else limit / norm",
-        "LtE -> Lt",
-    ): "at the limit the factor is 1 either way",
+    ("training/trainer.py", "self._goal: int | None = 0", "0 -> 1"): (
+        "both are reached by the first step"
+    ),
+    (_OPTIMIZER, "return 1.0 if limit is None or norm <= limit else limit / norm", "LtE -> Lt"): (
+        "at the limit the factor is 1 either way"
+    ),
     ("training/trainer.py", "if self.cfg.overlap:", "condition turned round"): _ORDER,
-    (
-        "training/trainer.py",
-        "self._compute.shutdown(wait=True)",
-        "True -> False",
-    ): "everything that was begun has been awaited",
+    ("training/trainer.py", "self._compute.shutdown(wait=True)", "True -> False"): (
+        "everything that was begun has been awaited"
+    ),
     (_CHECKPOINT, "self.last_step = -1", "1 -> 2"): "neither is the number of a step",
     (_CONTENTS, "while block := data.read(1 << 22):", "1 -> 2"): _AT_ONCE,
     (_CONTENTS, "while block := data.read(1 << 22):", "22 -> 23"): _AT_ONCE,
@@ -147,30 +123,22 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         'own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)',
         "True -> False",
     ): _ORDER,
-    (
-        _CONTENTS,
-        "if rows is not None and start < count:",
-        "Lt -> LtE",
-    ): "rows that begin at the end of what is compared give nothing either way",
+    (_CONTENTS, "if rows is not None and start < count:", "Lt -> LtE"): (
+        "rows that begin at the end of what is compared give nothing either way"
+    ),
     (_CONTENTS, _CUDA_STATE, "Eq -> NotEq"): _ON_A_GPU,
     (_CONTENTS, _CUDA_STATE, "In -> NotIn"): _ON_A_GPU,
     (_CONTENTS, _CUDA_STATE, "and <-> or"): _ON_A_GPU,
     (_RETURNS, "_LARGEST_RETURN = 1e150", "1e+150 -> 1e+150"): "it is the same number",
-    (
-        _RETURNS,
-        "std = centred[counted].std(ddof=1) if counted.sum() > 1 else 0.0",
-        "0.0 -> 1.0",
-    ): "what it divides is 0 then",
-    (
-        _RETURNS,
-        "partial = allow_partial and len(members) < group_size",
-        "Lt -> LtE",
-    ): "a whole group is passed anyway",
-    (
-        _PLANNING,
-        "if packs and size <= micro_token_budget:",
-        "LtE -> Lt",
-    ): "what fills a micro-batch is alone in it either way",
+    (_RETURNS, "std = centred[counted].std(ddof=1) if counted.sum() > 1 else 0.0", "0.0 -> 1.0"): (
+        "what it divides is 0 then"
+    ),
+    (_RETURNS, "partial = allow_partial and len(members) < group_size", "Lt -> LtE"): (
+        "a whole group is passed anyway"
+    ),
+    (_PLANNING, "if packs and size <= micro_token_budget:", "LtE -> Lt"): (
+        "what fills a micro-batch is alone in it either way"
+    ),
     (
         _CHECKS,
         "return SAWItem(ids.numpy(), mask, np.concatenate([np.zeros(1, np.int8), mask[1:]]), 1.0)",
