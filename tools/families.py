@@ -31,78 +31,36 @@ begins like it."""
 SHARED = 13
 MOST_PARAMETERS = 10_000_000
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "d_model": 32,
-    "n_embd": 32,
-    "embedding_size": 32,
-    "intermediate_size": 48,
-    "n_inner": 48,
-    "ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "encoder_ffn_dim": 48,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "n_layer": 2,
-    "n_layers": 2,
-    "decoder_layers": 2,
-    "encoder_layers": 1,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rotary_dim": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "moe_k": 2,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "max_position_embeddings": 128,
-    "n_positions": 128,
-    "n_ctx": 128,
-    "max_seq_len": 128,
-    "sliding_window": 8,
-    "attention_chunk_size": 8,
-    "attention_window_size": 8,
-    "chunk_size": 8,
-    "mamba_chunk_size": 8,
-    "mamba_n_heads": 8,
-    "mamba_num_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_head_dim": 8,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "n_groups": 1,
-    "ssm_state_size": 8,
-    "state_size": 8,
-    "num_heads": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "lru_width": 32,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 96,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.2,
-    "init_std": 0.2,
-}
+_SIZES: tuple[tuple[float, tuple[str, ...]], ...] = (
+    (96, ("vocab_size", "vocab_size_per_layer_input")),
+    (32, ("hidden_size", "d_model", "n_embd", "embedding_size", "lru_width")),
+    (48, ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim")),
+    (16, ("moe_intermediate_size", "shared_expert_intermediate_size")),
+    (4, ("num_hidden_layers",)),
+    (2, ("n_layer", "n_layers", "decoder_layers")),
+    (1, ("encoder_layers",)),
+    (4, ("num_attention_heads", "n_head", "n_heads")),
+    (4, ("decoder_attention_heads", "encoder_attention_heads", "rotary_dim")),
+    (2, ("num_key_value_heads",)),
+    (8, ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")),
+    (16, ("kv_lora_rank", "q_lora_rank")),
+    (4, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")),
+    (2, ("moe_k", "num_experts_per_tok")),
+    (1, ("n_shared_experts", "n_group", "topk_group")),
+    (128, ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")),
+    (8, ("sliding_window", "attention_chunk_size", "attention_window_size", "chunk_size")),
+    (8, ("mamba_chunk_size", "mamba_n_heads", "mamba_num_heads", "mamba_d_head")),
+    (8, ("mamba_head_dim", "mamba_d_state", "ssm_state_size", "state_size", "num_heads")),
+    (1, ("mamba_n_groups", "n_groups")),
+    (2, ("linear_num_key_heads",)),
+    (4, ("linear_num_value_heads",)),
+    (8, ("linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input")),
+    (0, ("pad_token_id",)),
+    (1, ("bos_token_id",)),
+    (2, ("eos_token_id",)),
+    (0.2, ("initializer_range", "init_std")),
+)
+SMALL: dict[str, Any] = {name: size for size, names in _SIZES for name in names}
 """Sizes by the names that configurations give them; a family takes those that it knows."""
 
 NO_DROPOUT = ("attention_dropout", "dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop")
@@ -113,39 +71,27 @@ LONGROPE = {
     "long_factor": [4.0, 6.0, 8.0, 16.0],
     "original_max_position_embeddings": 12,
 }
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "falcon_h1": ("falcon_h1", {"mamba_d_ssm": 64}),
-    "gemma3n_text": (
-        "gemma3n_text",
-        {
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-            "intermediate_size": [48] * 4,
-            "activation_sparsity_pattern": [0.0] * 4,
-        },
-    ),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
-    "lfm2_moe": ("lfm2_moe", {"layer_types": ["conv", "full_attention"] * 2}),
-    "longcat_flash": (
-        "longcat_flash",
-        {"expert_ffn_hidden_size": 16, "ffn_hidden_size": 48, "num_layers": 2},
-    ),
-    "zamba2": ("zamba2", {"layers_block_type": ["mamba", "hybrid"] * 2}),
-    "zaya": ("zaya", {"num_experts_per_tok": 1}),
-    "phi3 with longrope": (
-        "phi3",
-        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 12},
-    ),
-    "llama with dynamic rope": (
-        "llama",
-        {
-            "max_position_embeddings": 12,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
-        },
-    ),
+VARIANTS: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"expert_ffn_hidden_size": 16, "ffn_hidden_size": 48, "num_layers": 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "phi3 with longrope": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 12},
+    "llama with dynamic rope": {
+        "max_position_embeddings": 12,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
 }
 """Settings without which a small model lacks what sets the family apart, and settings that
-change how a family computes, under a name of their own."""
+change how a family computes: the family "with" them has a name of its own."""
 
 
 @cache
@@ -162,7 +108,7 @@ def tiny(name: str, sizes: Mapping[str, Any] = SMALL) -> nn.Module:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    kind, changes = VARIANTS.get(name, (name, {}))
+    kind, changes = name.partition(" with ")[0], VARIANTS.get(name, {})
     build: Any = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
     made: Any = CONFIG_MAPPING[kind]
     own = getattr(build, "config_class", None)  # a text model's, where `kind` is a larger model
