@@ -43,7 +43,7 @@ STYLE = """\
 
 @dataclass(frozen=True)
 class Box:
-    """A step on the way: its name, what it does, the file that defines it."""
+    """A step on the way: its name, what it does, the file of `src/ludic` that defines it."""
 
     title: str
     note: str
@@ -76,18 +76,16 @@ _ROWS = {
 }
 BOXES = (
     *(
-        Box(title, note, f"src/ludic/{file}", x, y)
+        Box(title, note, file, x, y)
         for y, row in _ROWS.items()
         for x, (title, note, file) in zip(COLUMNS, row, strict=True)
     ),
-    Box(
-        "PolicyPublisher", "new weights", "src/ludic/distributed/interfaces.py", COLUMNS[3], PUBLISH
-    ),
+    Box("PolicyPublisher", "new weights", "distributed/interfaces.py", COLUMNS[3], PUBLISH),
 )
 ALGORITHMS = Box(
     "RLAlgorithm",
     "a credit assigner and a loss, one file each",
-    "src/ludic/training/algorithms",
+    "training/algorithms",
     COLUMNS[1],
     ALGORITHM,
     COLUMNS[3] + BOX_WIDTH - COLUMNS[1],
@@ -110,12 +108,11 @@ def figure() -> str:
         text("note", frame_x + 12, frame_y + 17, "one episode"),
         *(box(each) for each in BOXES),
         strip(ALGORITHMS),
-        *(arrow(x + BOX_WIDTH, PLAN + 38, x + BOX_WIDTH + GAP, PLAN + 38) for x in COLUMNS[:3]),
         *(
-            arrow(x + BOX_WIDTH, EPISODE + 38, x + BOX_WIDTH + GAP, EPISODE + 38, both=True)
-            for x in COLUMNS[:3]
+            arrow(x - GAP, y + 38, x, y + 38, both=y == EPISODE)
+            for y in (PLAN, EPISODE, UPDATE)
+            for x in COLUMNS[1:]
         ),
-        *(arrow(x + BOX_WIDTH, UPDATE + 38, x + BOX_WIDTH + GAP, UPDATE + 38) for x in COLUMNS[:3]),
         arrow(middle, PLAN + BOX_HEIGHT, middle, frame_y),
         arrow(rollout, frame_y + frame_height, rollout, UPDATE),
         arrow(middle, UPDATE, middle, PUBLISH + BOX_HEIGHT),
@@ -142,38 +139,23 @@ def figure() -> str:
 
 def box(each: Box) -> str:
     """A step with its name, its note and its file."""
-    return "".join(
-        [
-            outline(each),
-            text("title", each.x + 12, each.y + 24, each.title),
-            text("note", each.x + 12, each.y + 43, each.note),
-            text("file", each.x + 12, each.y + 63, shown(each.file)),
-        ]
-    )
+    lines = (("title", 24, each.title), ("note", 43, each.note), ("file", 63, each.file))
+    words = (text(kind, each.x + 12, each.y + below, line) for kind, below, line in lines)
+    return outline(each) + "".join(words)
 
 
 def strip(each: Box) -> str:
     """A step in one line."""
-    return "".join(
-        [
-            outline(each),
-            text("title", each.x + 12, each.y + 21, each.title),
-            text("note", each.x + 126, each.y + 21, each.note),
-            text("file", COLUMNS[3] + 12, each.y + 21, shown(each.file)),
-        ]
-    )
-
-
-def shown(file: str) -> str:
-    """A path without what all of them begin with."""
-    return file.removeprefix("src/ludic/")
+    title = text("title", each.x + 12, each.y + 21, each.title)
+    note = text("note", each.x + 126, each.y + 21, each.note)
+    return outline(each) + title + note + text("file", COLUMNS[3] + 12, each.y + 21, each.file)
 
 
 def outline(each: Box) -> str:
     """The frame of a step; what hovers over it is the whole path."""
     return (
         f'<rect class="box" x="{each.x}" y="{each.y}" width="{each.width}" '
-        f'height="{each.height}" rx="6"><title>{escape(each.file)}</title></rect>'
+        f'height="{each.height}" rx="6"><title>src/ludic/{escape(each.file)}</title></rect>'
     )
 
 
