@@ -177,7 +177,14 @@ class ScriptedChatClient:
         """Cuts at the first stop id, stop string or limit; what stops stays in."""
         sampling = request.sampling
         stops = frozenset((*sampling.stop_token_ids, self._end_id))
-        end = _stop_position(ids, stops, sampling.stop, self._codec.decode)
+        end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
+
+        def has_stopped(tokens: int) -> bool:
+            return any(text in self._codec.decode(ids[:tokens]) for text in sampling.stop)
+
+        if has_stopped(end):
+            # The shortest prefix that spells a stop string: once it is spelled, it stays spelled.
+            end = bisect_left(range(end), True, key=has_stopped)
         limit = len(ids) if sampling.max_tokens is None else sampling.max_tokens
         if self.max_context_tokens is not None:
             limit = min(limit, self.max_context_tokens - len(request.prompt_token_ids))
@@ -190,17 +197,3 @@ class ScriptedChatClient:
         text = self._codec.decode(ids)
         self.tokenize_seconds += time.perf_counter() - started
         return text
-
-
-def _stop_position(
-    ids: Sequence[int],
-    stop_ids: frozenset[int],
-    stop: Sequence[str],
-    decode: Callable[[Sequence[int]], str],
-) -> int:
-    """How many tokens there are up to and including the one that stops the completion."""
-    end = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
-    if stop and any(s in decode(ids[:end]) for s in stop):
-        # The shortest prefix that spells a stop string: once it is spelled, it stays spelled.
-        end = bisect_left(range(end), True, key=lambda n: any(s in decode(ids[:n]) for s in stop))
-    return end
