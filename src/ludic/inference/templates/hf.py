@@ -30,21 +30,16 @@ from ludic.registry import list_tool_parsers
 from ludic.types import ChatResponse, Fork, ForkReason, Message, TokenTrace, ToolCall
 
 THINK_CLOSE = "</think>"
+# A closed block of thinking, and the white space after it.
 # Nothing between the tags may open another block: that keeps it linear in the text's length.
 # No `*+` of a group: Python 3.11.4 and older misread it.
 _THINKING = re.compile(r"<think>[^<]*+(?:<(?!/?think>)[^<]*+)*</think>\s*")
 
 
-def same_message(sampled: str, spelled: str, markers: tuple[str, ...]) -> bool:
-    """Whether the two differ in nothing but white space at their ends and around `markers`."""
-    return sampled == spelled or _trimmed(sampled, markers) == _trimmed(spelled, markers)
-
-
 def fork_of_history(previous: str, now: str) -> Fork:
     """Why the text of the earlier prompt is no longer the beginning of the conversation's."""
-    if THINK_CLOSE in previous and without_thinking(now).startswith(
-        without_thinking(previous).rstrip()
-    ):
+    before = _THINKING.sub("", previous).rstrip()
+    if THINK_CLOSE in previous and _THINKING.sub("", now).startswith(before):
         return Fork(ForkReason.THINKING_STRIPPED, "the thinking of an earlier message is left out")
     return Fork(
         ForkReason.TEMPLATE_NOT_EXTENSIBLE,
@@ -60,21 +55,6 @@ def fork_of_message(sampled: str, spelled: str, message: Message) -> Fork:
     if message.get("tool_calls"):
         return Fork(ForkReason.TOOL_CALL_RERENDERED, detail)
     return Fork(ForkReason.CONTENT_RERENDERED, detail)
-
-
-def without_thinking(text: str) -> str:
-    """The text without its closed blocks of thinking and the white space after them."""
-    return _THINKING.sub("", text)
-
-
-def _trimmed(text: str, markers: tuple[str, ...]) -> list[str]:
-    return [part.strip() for part in _splitter(markers).split(text)]
-
-
-@lru_cache(maxsize=64)
-def _splitter(markers: tuple[str, ...]) -> re.Pattern[str]:
-    # In parentheses, so that the markers themselves are part of what is compared.
-    return re.compile(f"({literal_pattern(markers).pattern})")
 
 
 def _difference(first: str, second: str, around: int = 24) -> str:
@@ -141,7 +121,9 @@ class HFChatTemplate:
         self._plain, self._with_tools = (
             JinjaTemplate(source, values, today) for source in _sources(tokenizer)
         )
-        self._markers = ("<think>", "</think>", *(tool_parser.markers if tool_parser else ()))
+        markers = ("<think>", "</think>", *(tool_parser.markers if tool_parser else ()))
+        # In parentheses, so that the markers themselves are part of what is compared.
+        self._marked = re.compile(f"({literal_pattern(markers).pattern})")
         self._lock, self._choosing = threading.Lock(), threading.Lock()
         self._remembered: OrderedDict[int, _Rendered] = OrderedDict()  # by the hash of the ids
         self._remembered_chars = 0
@@ -241,7 +223,7 @@ class HFChatTemplate:
         )
         end = self._end_of_message(text, len(prompt), sampled, closing)
         spelled = text[len(prompt) : max(end, len(prompt))]
-        if end < 0 or not same_message(sampled, spelled, self._markers):
+        if end < 0 or (sampled != spelled and self._trimmed(sampled) != self._trimmed(spelled)):
             return fork_of_message(sampled, spelled, messages[last])
 
         if closed:
@@ -281,6 +263,10 @@ class HFChatTemplate:
         if not self.supports_tools:
             raise TemplateError(NO_TOOLS)
         return self._with_tools.render(guarded, tools)
+
+    def _trimmed(self, text: str) -> list[str]:
+        """The text without the white space at its ends and around the markers."""
+        return [part.strip() for part in self._marked.split(text)]
 
     def _end_of_message(self, text: str, start: int, sampled: str, closing: Closing) -> int:
         """Where the assistant message that begins at `start` ends; -1 if that is unknown."""

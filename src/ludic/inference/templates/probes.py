@@ -116,7 +116,7 @@ class TemplateProbes:
         special = self._codec.special_pattern.search(between)
         if special is None:
             return Closing("", between, None) if between else None
-        return Closing(between[: special.start()], special[0], self._codec.special_id(special[0]))
+        return Closing(between[: special.start()], special[0], self._codec.special_id[special[0]])
 
     def _render(
         self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None

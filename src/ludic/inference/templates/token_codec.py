@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from ludic.errors import TemplateError
@@ -47,24 +47,19 @@ class TokenCodec:
         specials = {t.content: (i, t) for i, t in added.items() if t.special and len(t.content) > 1}
         self.special_ids: frozenset[int] = frozenset(i for i, t in added.items() if t.special)
         self.special_texts: tuple[str, ...] = tuple(specials)
-        self._ids: dict[str, int] = {text: index for text, (index, _) in specials.items()}
+        self.special_id: dict[str, int] = {text: index for text, (index, _) in specials.items()}
         self._lstrip = frozenset(text for text, (_, t) in specials.items() if t.lstrip)
         self._rstrip = frozenset(text for text, (_, t) in specials.items() if t.rstrip)
         self.special_pattern = literal_pattern(specials)
         self._split: Callable[[str], list[str]] = (
             re.compile(f"({self.special_pattern.pattern})").split if specials else lambda t: [t]
         )
-        self._literal_backend: Any = None
         self._anchor = ""
         self._cached_piece = lru_cache(maxsize=_CACHED_PIECES)(self._encode_piece)
         self._cached_text = lru_cache(maxsize=_CACHED_PIECES)(self._decode)
         self._whole = not self._pieces_are_exact()
         # What a group of episodes hears next is often the same.
         self._kept_ids = lru_cache(maxsize=_CACHED_PIECES)(lambda text: tuple(self._encode(text)))
-
-    def special_id(self, text: str) -> int:
-        """The id of a special token."""
-        return self._ids[text]
 
     def guard(self, text: str, pattern: re.Pattern[str] | None = None) -> str:
         """Marks every special token spelled in `text` (those of `pattern`, if given; `NOTHING`
@@ -89,7 +84,7 @@ class TokenCodec:
         ids: list[int] = []
         for index, piece in enumerate(self._pieces(text)):
             if index % 2:
-                ids.append(self._ids[piece])
+                ids.append(self.special_id[piece])
             elif piece:
                 encode = self._cached_piece if len(piece) <= _LONGEST_CACHED else self._encode_piece
                 ids.extend(encode(piece, index == 0))
@@ -117,7 +112,7 @@ class TokenCodec:
 
     def _encode_piece(self, piece: str, first: bool) -> Sequence[int]:
         if GUARD in piece:
-            return array("q", _ids(self._literal(), unguard(piece)))
+            return array("q", _ids(self._literal, unguard(piece)))
         if first or not self._anchor:
             return array("q", _ids(self._backend, piece))
         # Some tokenizers mark the beginning of a text: put a special token there and drop it.
@@ -131,13 +126,12 @@ class TokenCodec:
             )
         return _ids(self._backend, unguard(text))
 
+    @cached_property
     def _literal(self) -> Any:
         """A backend that does not know special tokens, for text that only looks like them."""
-        if self._literal_backend is None:
-            literal = _copy(self._backend)
-            literal.encode_special_tokens = True
-            self._literal_backend = literal
-        return self._literal_backend
+        literal = _copy(self._backend)
+        literal.encode_special_tokens = True
+        return literal
 
     def _pieces_are_exact(self) -> bool:
         """Whether encoding piece by piece gives the ids of encoding the whole, on samples."""
