@@ -200,8 +200,7 @@ def _exact_json(value: Any, cls: Any, where: str) -> bytes:
         text = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode()
         again = msgspec.convert(json.loads(text), ready(cls))
     except msgspec.ValidationError as exc:
-        place, wrong = _place(exc)
-        raise SerializationError(f"{where}{place}: {wrong}") from None
+        raise SerializationError(where + _fault(exc)) from None
     except RecursionError:
         raise SerializationError(f"{where}: {_TOO_DEEP}") from None
     except UnicodeEncodeError as exc:
@@ -264,8 +263,7 @@ def from_json(cls: Any, data: bytes | str) -> Any:
     try:
         return _decoder(cls)(data)
     except msgspec.ValidationError as exc:
-        place, wrong = _place(exc)
-        raise SerializationError(f"cannot read {_name(cls)}{place}: {wrong}") from None
+        raise SerializationError(f"cannot read {_name(cls)}{_fault(exc)}") from None
     except _NOT_PLAIN as exc:
         try:  # NaN and the infinities, which only Python's own reader takes
             plain = json.loads(data)
@@ -280,8 +278,7 @@ def from_plain(cls: type[T], data: Any) -> T:
     try:
         return msgspec.convert(data, ready(cls))
     except msgspec.ValidationError as exc:
-        place, wrong = _place(exc)
-        raise SerializationError(f"cannot read {_name(cls)}{place}: {wrong}") from None
+        raise SerializationError(f"cannot read {_name(cls)}{_fault(exc)}") from None
     except UnicodeEncodeError as exc:  # half of a surrogate pair where a record has a name
         raise SerializationError(f"cannot read {_name(cls)}: {exc}") from None
 
@@ -299,10 +296,10 @@ def check_schema(row: Any, newest: int, what: str) -> None:
         )
 
 
-def _place(exc: msgspec.ValidationError) -> tuple[str, str]:
+def _fault(exc: msgspec.ValidationError) -> str:
     """Where an error lies (`.steps[0].reward`), and what it is."""
     wrong, _, place = str(exc).partition(" - at `$")
-    return place.removesuffix("`"), wrong
+    return f"{place.removesuffix('`')}: {wrong}"
 
 
 def _name(cls: Any) -> str:
