@@ -40,6 +40,7 @@ CLAIM_S = 5.0
 _HOST_S = 600.0
 """After this long without a word a host counts as gone."""
 _CONNECT_S = 3.0
+_IDLE_S, _SILENCE_S = 30.0, 30.0
 
 
 def _signature(key: str, path: str, body: bytes = b"") -> str:
@@ -79,28 +80,19 @@ class PieceFile:
 class PolicyServer:
     """Serves files to whoever has the key, read-only, from threads of its own.
 
-    The newest `keep` offers are there, and older ones for as long as somebody fetches them
-    (`idle_s`). A receiver that takes nothing for `silence_s` is cut off. `host` is an address of
-    this machine; port 0 is any free one. `sent` counts the bytes of the pieces.
+    The newest `keep` offers are there, and older ones for as long as somebody fetches them. A
+    receiver that takes nothing for half a minute is cut off. `host` is an address of this machine;
+    port 0 is any free one. `sent` counts the bytes of the pieces.
     """
 
-    def __init__(
-        self,
-        key: str,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        *,
-        keep: int = 2,
-        idle_s: float = 30.0,
-        silence_s: float = 30.0,
-    ) -> None:
-        self.key, self.keep, self.idle_s, self.sent = key, keep, idle_s, 0
+    def __init__(self, key: str, host: str = "127.0.0.1", port: int = 0, *, keep: int = 2) -> None:
+        self.key, self.keep, self.sent = key, keep, 0
         self._files: dict[str, PieceFile] = {}
         self._lock = threading.Lock()
         served = self
 
         class Handler(_Handler):
-            timeout = silence_s
+            timeout = _SILENCE_S
             policies = served
 
         try:
@@ -194,7 +186,7 @@ class PolicyServer:
             self.sent += sent
 
     def _sweep(self) -> None:
-        limit = time.monotonic() - self.idle_s
+        limit = time.monotonic() - _IDLE_S
         with self._lock:
             for checksum in list(self._files)[: -self.keep]:
                 if self._files[checksum].used < limit:
