@@ -131,7 +131,7 @@ class EnvThreads:
         with self._lock:
             if call.finished:
                 return False
-            call.on_return = on_return or _nothing
+            call.on_return = on_return or (lambda: None)
             self._abandoned += 1
             return True
 
@@ -186,10 +186,6 @@ class EnvThreads:
         with self._lock:
             self._abandoned -= 1
             self._running -= 1
-
-
-def _nothing() -> None:
-    return None
 
 
 _shared = EnvThreads()
