@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -112,20 +113,20 @@ def one_row_per_turn(items: Sequence[SAWItem]) -> SAWBatch:
 
 def dense(sequences: int, length: int, vocab: int, actions: float = 0.25) -> SAWBatch:
     """Sequences of one length, whose last part is one completion."""
-    rng = np.random.default_rng(1)
-    count = int(length * actions)
-    mask = np.zeros(length, np.int8)
-    mask[-count:] = 1
-    attached = SampleAttachments(behavior_logprobs=np.full(count, -np.log(vocab), np.float32))
-    items = [
-        SAWItem(
-            rng.integers(0, vocab, length),
-            np.ones(length, np.int8),
-            mask,
-            float(np.float32(rng.normal())),
-            attachments=attached,
-            rollout_id=f"dense-{i}",
-        )
-        for i in range(sequences)
-    ]
+    rng, count = np.random.default_rng(1), int(length * actions)
+    items = []
+    for i in range(sequences):
+        ids, weight = rng.integers(0, vocab, length), float(np.float32(rng.normal()))
+        items.append(one_completion(ids, count, weight, vocab, rollout_id=f"dense-{i}"))
     return make_batch(items)
+
+
+def one_completion(
+    ids: NDArray[np.int64], actions: int, weight: float, vocab: int, **names: Any
+) -> SAWItem:
+    """A row whose last tokens are a completion, of a sampler that preferred no token to another."""
+    mask = np.zeros(ids.size, np.int8)
+    mask[-actions:] = 1
+    logps = np.full(actions, -np.log(vocab), np.float32)
+    attached = SampleAttachments(behavior_logprobs=logps)
+    return SAWItem(ids, np.ones_like(mask), mask, weight, attachments=attached, **names)

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.agentic_batch import one_completion
 from ludic.plumbing.model_parts import vocabulary_size
 from ludic.plumbing.precision import Precision, weights_dtype
 from ludic.saw.batch import make_batch
-from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
+from ludic.saw.items import SAWBatch
 from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.config import HeadKernels, TrainerConfig
@@ -42,20 +43,8 @@ def short_batch(sequences: int, vocab: int) -> SAWBatch:
     items = []
     for index in range(sequences):
         length, actions = int(rng.integers(48, 73)), int(rng.integers(8, 25))
-        mask = np.zeros(length, np.int8)
-        mask[-actions:] = 1
-        items.append(
-            SAWItem(
-                rng.integers(0, vocab, length),
-                np.ones(length, np.int8),
-                mask,
-                float(rng.normal()),
-                attachments=SampleAttachments(
-                    behavior_logprobs=np.full(actions, -np.log(vocab), np.float32)
-                ),
-                rollout_id=str(index),
-            )
-        )
+        ids, weight = rng.integers(0, vocab, length), float(rng.normal())
+        items.append(one_completion(ids, actions, weight, vocab, rollout_id=str(index)))
     return make_batch(items)
 
 

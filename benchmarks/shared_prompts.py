@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
+from benchmarks.agentic_batch import one_completion
 from benchmarks.random_models import smollm2
 from ludic.inference.tiny import tiny_model
 from ludic.plumbing.model_parts import vocabulary_size
 from ludic.plumbing.precision import Precision, float32_products, weights_dtype
 from ludic.saw.batch import make_batch
-from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
+from ludic.saw.items import SAWBatch
 from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.config import TrainerConfig
@@ -40,22 +41,12 @@ from ludic.training.update.policy import Policy
 def grouped(rows: int, members: int, prompt: int, completion: int, vocab: int) -> SAWBatch:
     """Rows in groups that share a prompt; every completion is another."""
     rng, items, start = np.random.default_rng(0), [], np.zeros(0, np.int64)
-    mask = np.repeat(np.array([0, 1], np.int8), [prompt, completion])
-    attached = SampleAttachments(behavior_logprobs=np.full(completion, -np.log(vocab), np.float32))
     for row in range(rows):
         if row % members == 0:
             start = rng.integers(0, vocab, prompt)
-        items.append(
-            SAWItem(
-                np.concatenate([start, rng.integers(0, vocab, completion)]),
-                np.ones(prompt + completion, np.int8),
-                mask,
-                float(rng.normal()),
-                attachments=attached,
-                rollout_id=str(row),
-                group_id=str(row // members),
-            )
-        )
+        ids = np.concatenate([start, rng.integers(0, vocab, completion)])
+        names = {"rollout_id": str(row), "group_id": str(row // members)}
+        items.append(one_completion(ids, completion, float(rng.normal()), vocab, **names))
     return make_batch(items)
 
 
