@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -290,11 +290,6 @@ def _several_turns(settings: Settings, tokenizer: Any) -> Any:
     return rollout
 
 
-def median_step_s(updates: Sequence[Update]) -> float:
-    """Returns the median of the updates after the first two, which warm up."""
-    return statistics.median(update.seconds for update in updates[2:] or updates)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -302,15 +297,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--precision", default="mixed", choices=PRECISIONS)
     parser.add_argument("--generator", default="generate", choices=GENERATORS)
-    for name in (
-        *("updates", "episodes", "group", "turns", "max_tokens", "seed"),
-        *("lora", "rows", "context"),
-    ):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=getattr(Settings, name)
-        )
-    parser.add_argument("--learning-rate", type=float, default=Settings.learning_rate)
-    parser.add_argument("--vllm-memory", type=float, default=Settings.vllm_memory)
+    for field in fields(Settings):
+        if (kind := type(field.default)) in (int, float):
+            name = field.name.replace("_", "-")
+            parser.add_argument(f"--{name}", type=kind, default=field.default)
     parser.add_argument("--data", type=Path, help="a folder with GSM8K; sums without it")
     parser.add_argument("--save", type=Path, help="where the trained weights go")
     parser.add_argument("--hashed", action="store_true", help="rewards by the answers' hashes")
@@ -318,18 +308,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = Settings(**vars(parser.parse_args(argv)))
     with MemoryPeak(settings.device) as peak:
         updates = train(settings)
-    last, counted = updates[-5:], updates[2:] or updates
-    print(
-        json.dumps(
-            {
-                "trl_step_s": round(median_step_s(updates), 4),
-                "trl_peak_gb": None if peak.gb is None else round(peak.gb, 2),
-                "trl_mean_tokens": round(statistics.median(u.tokens for u in counted), 1),
-                "trl_total_s": round(sum(update.seconds for update in updates), 2),
-                "trl_last_reward": round(sum(u.reward for u in last) / len(last), 4),
-            }
-        )
-    )
+    last, counted = updates[-5:], updates[2:] or updates  # the first two warm up
+    figures = {
+        "trl_step_s": round(statistics.median(u.seconds for u in counted), 4),
+        "trl_peak_gb": None if peak.gb is None else round(peak.gb, 2),
+        "trl_mean_tokens": round(statistics.median(u.tokens for u in counted), 1),
+        "trl_total_s": round(sum(update.seconds for update in updates), 2),
+        "trl_last_reward": round(sum(u.reward for u in last) / len(last), 4),
+    }
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":
