@@ -252,17 +252,13 @@ def main() -> None:
             found["by_actors"][actors] = {k: round(v, 2) for k, v in figures.items()}
             print(f"{actors} actors:", found["by_actors"][actors], flush=True)
     best = max(found["by_actors"].values(), key=lambda f: f["groups_per_s"])
-    print(
-        json.dumps(
-            {
-                "groups_per_s": best["groups_per_s"],
-                "bytes_per_token": best["bytes_per_token"],
-                "async_speedup": round(gain["async_speedup"], 3),
-                "redis_mib": best["redis_mib"],
-                **found,
-            }
-        )
-    )
+    figures = {
+        "groups_per_s": best["groups_per_s"],
+        "bytes_per_token": best["bytes_per_token"],
+        "async_speedup": round(gain["async_speedup"], 3),
+        "redis_mib": best["redis_mib"],
+    }
+    print(json.dumps(figures | found))
 
 
 if __name__ == "__main__":

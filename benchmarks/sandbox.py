@@ -94,18 +94,15 @@ def main() -> int:
         print(
             f"{workers} at once, warm       {found[f'per_s_{workers}']:8.1f} executions per second"
         )
-    print(
-        json.dumps(
-            {
-                "warm_vs_subprocess": round(ratio, 3),
-                "per_s": round(found["per_s_1"], 1),
-                "per_s_2_workers": round(found["per_s_2"], 1),
-                "warm_ms": round(1000 * found["warm_s"], 2),
-                "cold_ms": round(1000 * found["cold_s"], 2),
-                "subprocess_ms": round(1000 * found["subprocess_s"], 2),
-            }
-        )
-    )
+    result = {
+        "warm_vs_subprocess": round(ratio, 3),
+        "per_s": round(found["per_s_1"], 1),
+        "per_s_2_workers": round(found["per_s_2"], 1),
+        "warm_ms": round(1000 * found["warm_s"], 2),
+        "cold_ms": round(1000 * found["cold_s"], 2),
+        "subprocess_ms": round(1000 * found["subprocess_s"], 2),
+    }
+    print(json.dumps(result))
     return 0
 
 

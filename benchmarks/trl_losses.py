@@ -288,16 +288,8 @@ def main() -> None:
         print(f"  {name:55s} {worst:.1e}")
     advantages = compare_advantages()
     print(f"GRPO's advantages: {advantages:.1e}")
-    print(
-        json.dumps(
-            {
-                "same": same,
-                "different_by_choice": different,
-                "accumulated": accumulated,
-                "advantages": advantages,
-            }
-        )
-    )
+    gaps = {"same": same, "different_by_choice": different, "accumulated": accumulated}
+    print(json.dumps(gaps | {"advantages": advantages}))
 
 
 if __name__ == "__main__":

@@ -349,11 +349,8 @@ def profile(work: Callable[[], Any]) -> None:
     with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         work()
         torch.cuda.synchronize()
-    print(
-        seen.key_averages().table(
-            sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70
-        )
-    )
+    events = seen.key_averages()
+    print(events.table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70))
 
 
 def main() -> None:
