@@ -68,14 +68,11 @@ def tool_parser_of(config: RunConfig) -> ToolParser | None:
 
 
 def runtime_of(
-    config: RunConfig,
-    client: ChatClient,
-    tokenizer: Any,
-    others: Mapping[str, Runtime] | None = None,
+    config: RunConfig, client: ChatClient, tokenizer: Any, others: Mapping[str, Runtime] = {}
 ) -> Runtime:
     """Returns what the run's agents talk to; `others` are players that are not trained."""
     template = HFChatTemplate(tokenizer, tool_parser_of(config))
-    return Runtime(client, template, config.model.name, inference_spec(config), others or {})
+    return Runtime(client, template, config.model.name, inference_spec(config), others)
 
 
 def rollout_engine(

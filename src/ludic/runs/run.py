@@ -81,6 +81,8 @@ class Run:
     callbacks: list[Callable[[Update], object]]
     given: dict[str, Any]
     """The arguments that may hold Python objects, for those who resume the run."""
+    resumed = False
+    """Whether its folder was there before."""
 
     def __init__(
         self,
@@ -159,8 +161,8 @@ class Run:
                 )
         config = opened.config(overrides)
         self = cls.__new__(cls)
-        self._assemble(config, given_again(config, parts), opened.modules, opened, resumed=True)
-        self.given = parts
+        self._assemble(config, given_again(config, parts), opened.modules, opened)
+        self.given, self.resumed = parts, True
         return self
 
     @classmethod
@@ -182,16 +184,10 @@ class Run:
             yield self
 
     def _assemble(
-        self,
-        config: RunConfig,
-        objects: Mapping[str, Any],
-        modules: Path,
-        folder: RunFolder,
-        *,
-        resumed: bool = False,
+        self, config: RunConfig, objects: Mapping[str, Any], modules: Path, folder: RunFolder
     ) -> None:
         self._set(config, objects)
-        self.modules, self.folder, self.resumed = modules, folder, resumed
+        self.modules, self.folder = modules, folder
         with bind_objects(self.objects):
             episodes.import_user_modules(config, modules)
             check_given(config, str(folder.path))
@@ -337,14 +333,8 @@ class Run:
 
     @Part
     def seating(self) -> Seating:
-        return Seating.of(
-            self.config,
-            self.runtime,
-            self.algorithm,
-            self.model,
-            self.tokenizer,
-            self.folder.path / "pool",
-        )
+        parts = (self.config, self.runtime, self.algorithm, self.model, self.tokenizer)
+        return Seating.of(*parts, self.folder.path / "pool")
 
     @Part
     def scoring(self) -> Scoring:

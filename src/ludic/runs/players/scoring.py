@@ -37,13 +37,7 @@ class Scoring:
     """A run's scorers. While `opened`, their servers are connected; before, they cannot score."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        model: nn.Module,
-        tokenizer: Any,
-        folder: Path,
-        *,
-        sharded: bool = False,
+        self, config: RunConfig, model: nn.Module, tokenizer: Any, folder: Path, *, sharded: bool
     ) -> None:
         self._config, self._tokenizer, self._sharded = config, tokenizer, sharded
         self._start: StartScores | None = None
