@@ -137,5 +137,5 @@ async def test_servers_and_the_plane_change_in_the_publishers_turn(
 
         monkeypatch.setattr(vllm_backend, "plane_of", plane_of)
         monkeypatch.setattr(client, "any_answers", any_answers)
-        await vllm_backend._follow(Roster(), config, client, publisher, torch.nn.Linear(1, 1))
+        await vllm_backend._follow(Roster(), config, publisher, torch.nn.Linear(1, 1))
     assert seen == [("servers", True), ("waiting", False), ("plane", True)]

@@ -43,6 +43,8 @@ from ludic.sharding.weights import plain_name
 from ludic.training.checkpoint_contents import no_progress_bar
 
 ASKING_S = 60.0
+_NAME = "policy"
+"""What a server that is started for the run calls its model."""
 
 
 async def open_vllm(
@@ -76,8 +78,7 @@ async def open_vllm(
             "with a rank, or leave publish_lora out"
         )
     if not servers:
-        name = "policy"
-        servers = [await _start(config, model, tokenizer, name, stack, folder)]
+        name, servers = _NAME, [await _start(config, model, tokenizer, stack, folder)]
     client = VLLMChatClient(servers, model=name, api_key=key)
     stack.push_async_callback(client.close)
     await client.connect(tokenizer=tokenizer, timeout_s=patience_s)
@@ -101,7 +102,7 @@ async def open_vllm(
         if publisher.snapshots == "device" and not room:
             publisher.snapshots = "none"  # published while the trainer waits
     if roster is not None:
-        publisher.before = partial(_follow, roster, config, client, publisher, model)
+        publisher.before = partial(_follow, roster, config, publisher, model)
         publisher.servers_s = server_return_s(config)
     if adapter or config.inference.servers:
         await publisher.publish(ModelWeights(model), client.first_version)
@@ -115,14 +116,11 @@ def _close_door(payload: Payload) -> None:
 
 
 async def _follow(
-    roster: Any,
-    config: RunConfig,
-    client: VLLMChatClient,
-    publisher: ServerPublisher,
-    model: nn.Module,
+    roster: Any, config: RunConfig, publisher: ServerPublisher, model: nn.Module
 ) -> None:
     """When a publish begins: it goes to the servers that are there now, by a way that they have.
     Where none answers, it waits for one that is being started again."""
+    client = publisher.client
 
     async def update() -> bool:
         async with publisher.turn("the list of servers", publisher.servers_s):
@@ -144,12 +142,7 @@ async def _follow(
 
 
 async def _start(
-    config: RunConfig,
-    model: nn.Module,
-    tokenizer: Any,
-    name: str,
-    stack: AsyncExitStack,
-    folder: Path | None,
+    config: RunConfig, model: nn.Module, tokenizer: Any, stack: AsyncExitStack, folder: Path | None
 ) -> str:
     """Saves the model where the server can read it, waits until the server is healthy, and returns
     its address. What ends it is on `stack` before it begins, since any wait may be cancelled."""
@@ -159,7 +152,7 @@ async def _start(
     where.mkdir(parents=True, exist_ok=True)
     adapter = config.inference.publish_lora == "adapter"
     share = share_of_server(config, model)
-    settings = replace(server_settings(config, where, name), gpu_memory_utilization=share)
+    settings = replace(server_settings(config, where, _NAME), gpu_memory_utilization=share)
     server = VLLMServer(
         settings,
         python=config.inference.vllm_python,
