@@ -80,27 +80,22 @@ def packed(
     else:
         model = Path(path)
     _check_whole(model, run)
-    is_adapter = (model / "adapter_config.json").is_file()
+    adapter = (model / "adapter_config.json").is_file()
     checkpoint = f"{model.parent.parent.name}/{model.parent.name}" if folder else None
     with TemporaryDirectory(prefix="ludic-push-") as temporary:
         if merged:
-            if folder is None or not is_adapter:
+            if folder is None or not adapter:
                 raise ConfigError(f"--merged is for the run folder of an adapter, and {run} is not")
-            model, is_adapter = _merge(folder, model, Path(temporary)), False
+            model, adapter = _merge(folder, model, Path(temporary)), False
         files: dict[str, Path | bytes] = {p.name: p for p in sorted(model.iterdir()) if _kept(p)}
         base = base_model or (facts.base_model if facts else None)
-        if is_adapter:
+        if adapter:
             files["adapter_config.json"], base = _adapter_config(model, base)
         for name in ("config.json", "tokenizer_config.json"):
             if name in files:
                 files[name] = _without_paths(model / name)
         card = model_card(
-            facts,
-            repo,
-            revision=revision,
-            adapter=is_adapter,
-            base_model=base,
-            checkpoint=checkpoint,
+            facts, repo, revision=revision, adapter=adapter, base_model=base, checkpoint=checkpoint
         )
         files["README.md"] = card.encode()
         if facts is not None:
