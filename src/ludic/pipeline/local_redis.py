@@ -6,11 +6,11 @@ import importlib.util
 import secrets
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import Self
 
 from ludic.errors import DeadlineError, PipelineError
@@ -78,10 +78,7 @@ class LocalRedis:
         )
         # On its standard input: an argument would show the password to everyone.
         self.process = WatchedProcess(
-            [self._server, "-"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            [self._server, "-"], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL
         )
         assert self.process.stdin is not None
         self.process.stdin.write("\n".join(lines).encode() + b"\n")

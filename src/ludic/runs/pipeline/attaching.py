@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any
 
 from ludic.errors import ConfigError, DeadlineError, LaunchError
@@ -86,13 +86,7 @@ def _leave(folder: RunFolder) -> None:
     log.parent.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "ludic", "launch", "--resume", str(folder.path)]
     with open(log, "ab") as output:
-        driver = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        driver = Popen(command, stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True)
     deadline = time.monotonic() + BEGIN_S
     while not _is_driven_by(driver.pid, folder):
         if (status := driver.poll()) is not None:
