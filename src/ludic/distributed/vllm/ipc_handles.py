@@ -62,11 +62,7 @@ class Exports:
         places = []
         segments: dict[int, list[Segment]] = {}
         for name, tensor in tensors.items():
-            place: dict[str, Any] = {
-                "name": name,
-                "dtype": str(tensor.dtype).split(".")[-1],
-                "shape": list(tensor.shape),
-            }
+            place = meta_of(name, tensor)
             if tensor.numel():
                 export = self._find(tensor) or self._add(tensor, segments)
                 if export.address not in used:
@@ -103,6 +99,11 @@ class Exports:
         exports = self._known.setdefault(device, [])
         exports.insert(bisect_right(exports, begins, key=lambda e: e.address), export)
         return export
+
+
+def meta_of(name: str, tensor: Tensor) -> dict[str, Any]:
+    """What makes room for a tensor in another process."""
+    return {"name": name, "dtype": str(tensor.dtype).split(".")[-1], "shape": list(tensor.shape)}
 
 
 def open_tensors(update: Mapping[str, Any], device: torch.device) -> list[tuple[str, Tensor]]:

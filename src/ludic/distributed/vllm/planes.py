@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ludic.distributed.addresses import is_loopback, own_address
-from ludic.distributed.vllm.ipc_handles import Exports
+from ludic.distributed.vllm.ipc_handles import Exports, meta_of
 from ludic.distributed.vllm.placement import Choice, Place, PlaneName, ask_places, choose_plane
 from ludic.distributed.vllm.shared_memory import SharedWeights, write_shared
 from ludic.distributed.weights_http import PolicyServer
@@ -247,10 +247,7 @@ class BroadcastPlane(DataPlane):
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
         tensors = {name: tensor.detach() for name, tensor in weights.items()}
-        metas = [
-            {"name": n, "dtype": str(t.dtype).split(".")[-1], "shape": list(t.shape)}
-            for n, t in tensors.items()
-        ]
+        metas = [meta_of(*pair) for pair in tensors.items()]
 
         def move() -> None:
             if self._group is None:
@@ -316,13 +313,8 @@ async def open_plane(
         host = next((address for address in addresses if not is_loopback(address)), addresses[0])
     if choice.plane == "http":
         return HTTPPlane(host=host, port=port, timeout_s=publish_s), choice
-    broadcast = BroadcastPlane(
-        backend=choice.plane,
-        host=host,
-        port=port,
-        device=device if choice.plane == "nccl" else None,
-    )
-    return broadcast, choice
+    own = device if choice.plane == "nccl" else None
+    return BroadcastPlane(backend=choice.plane, host=host, port=port, device=own), choice
 
 
 def check_plane(name: str) -> PlaneName:
