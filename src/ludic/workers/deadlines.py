@@ -12,7 +12,6 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Awaitable
-from types import TracebackType
 from typing import TypeVar
 
 from ludic.errors import DeadlineError
@@ -51,12 +50,7 @@ class deadline:
             watch.set_timer(when)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         watch = self._watch
         if watch is None:
             return
