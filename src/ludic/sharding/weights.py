@@ -57,11 +57,8 @@ class ModelWeights:
             plain = plain_name(name)
             if plain in tied:  # a separate copy (`modules_to_save`), which no server would use
                 raise _apart(name)
-            yield (
-                plain,
-                tensor,
-                None if adapter is None else partial(_merged, adapter, rest, tensor),
-            )
+            merge = None if adapter is None else partial(_merged, adapter, rest, tensor)
+            yield plain, tensor, merge
 
 
 def whole(tensor: Tensor) -> Tensor:
