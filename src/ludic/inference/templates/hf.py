@@ -117,7 +117,8 @@ class HFChatTemplate:
             "variables": variables, "trust_content": trust_content, "today": today
         }  # fmt: skip
         self._for_tools: HFChatTemplate | None = None
-        values = {**tokenizer.special_tokens_map, **(variables or {})}
+        named = tokenizer.special_tokens_map
+        values = {**named, **(variables or {})}
         self._plain, self._with_tools = (
             JinjaTemplate(source, values, today) for source in _sources(tokenizer)
         )
@@ -130,9 +131,7 @@ class HFChatTemplate:
         self._probes = TemplateProbes(self._plain, self._with_tools, self.codec)
         eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self._end_ids = self.codec.special_ids.union(eos)
-        self._guard = MessageGuard(
-            self.codec, self._probes, tokenizer.special_tokens_map, trust_content=trust_content
-        )
+        self._guard = MessageGuard(self._probes, named, trust_content=trust_content)
 
     @property
     def supports_tools(self) -> bool:

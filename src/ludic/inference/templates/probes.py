@@ -54,7 +54,7 @@ class TemplateProbes:
     """The answers, each found once. Recomputing one in two threads at a time does no harm."""
 
     def __init__(self, plain: JinjaTemplate, with_tools: JinjaTemplate, codec: TokenCodec) -> None:
-        self._plain, self._with_tools, self._codec = plain, with_tools, codec
+        self._plain, self._with_tools, self.codec = plain, with_tools, codec
         self._closings: dict[str | None, Closing | None] = {}
         self._roles: dict[str, bool] = {}
         self.supports_tools = _NEXT in (self._render([_USER], [_TOOL]) or "")
@@ -80,7 +80,7 @@ class TemplateProbes:
         """The special tokens with which the template structures a conversation."""
         system: Mapping[str, Any] = {"role": "system", "content": _NEXT}
         texts = (self._render([_USER, _REPLY, _USER]), self._render([system, _USER, _REPLY, _USER]))
-        return {t for text in texts if text for t in self._codec.special_pattern.findall(text)}
+        return {t for text in texts if text for t in self.codec.special_pattern.findall(text)}
 
     def reads_call(self, parser: ToolParser) -> bool:
         """Whether the parser reads a call back from the way in which the template spells it."""
@@ -113,10 +113,10 @@ class TemplateProbes:
         if text is None or text.count(_REPLIED) != 1:
             return None
         between = text.partition(_REPLIED)[2].partition(_NEXT)[0]
-        special = self._codec.special_pattern.search(between)
+        special = self.codec.special_pattern.search(between)
         if special is None:
             return Closing("", between, None) if between else None
-        return Closing(between[: special.start()], special[0], self._codec.special_id[special[0]])
+        return Closing(between[: special.start()], special[0], self.codec.special_id[special[0]])
 
     def _render(
         self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None
@@ -136,14 +136,9 @@ class MessageGuard:
     marked."""
 
     def __init__(
-        self,
-        codec: TokenCodec,
-        probes: TemplateProbes,
-        named: Mapping[str, Any],
-        *,
-        trust_content: bool,
+        self, probes: TemplateProbes, named: Mapping[str, Any], *, trust_content: bool
     ) -> None:
-        self._codec, self._probes, self._trust_content = codec, probes, trust_content
+        self._codec, self._probes, self._trust_content = probes.codec, probes, trust_content
         ends = {named[k] for k in ("bos_token", "eos_token", "pad_token") if named.get(k)}
         self._control_pattern = literal_pattern(probes.control_tokens() | ends)
 
