@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ludic.inference.openai_client import OpenAIChatClient
 
 _MAX_CONCURRENCY = 256
+_Ask = Callable[[list[Message], int], Awaitable[str]]
 
 
 def judge_reward(
@@ -130,13 +131,7 @@ def _sampling(nth: int) -> SamplingConfig:
     return SamplingConfig(temperature=0.7 if nth else 0.0, max_tokens=512)
 
 
-def _judging(
-    ask: Callable[[list[Message], int], Awaitable[str]],
-    model: str,
-    rubric: str,
-    max_score: int,
-    tries: int,
-) -> RewardFn:
+def _judging(ask: _Ask, model: str, rubric: str, max_score: int, tries: int) -> RewardFn:
     if max_score < 1 or tries < 1:
         raise ConfigError(f"judge_reward(max_score={max_score}, tries={tries}): both must be >= 1")
     read_score = xml_parser("score")

@@ -209,13 +209,8 @@ class VLLMChatClient(Rotation):
         finally:
             replica.in_flight -= 1
             serving.requests -= 1
-        response = read_answer(
-            answer,
-            request,
-            version=version,
-            first_version=self.first_version,
-            adapter=adapter is not None,
-        )
+        versions = {"version": version, "first_version": self.first_version}
+        response = read_answer(answer, request, **versions, adapter=adapter is not None)
         if response.finish_reason is FinishReason.ABORT:
             raise UnreachableError(f"{replica.url} aborted the request")
         if self.keeper is None and response.trace is not None:

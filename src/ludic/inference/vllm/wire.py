@@ -124,12 +124,7 @@ def _sampling(
 
 
 def read_answer(
-    answer: Any,
-    request: TokenCompletionRequest,
-    *,
-    version: int,
-    first_version: int,
-    adapter: bool = False,
+    answer: Any, request: TokenCompletionRequest, *, version: int, first_version: int, adapter: bool
 ) -> ChatResponse:
     """The response in an answer of either route.
 
