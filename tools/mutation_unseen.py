@@ -20,6 +20,8 @@ _PLANNING = "training/update/planning.py"
 _POLICY = "training/update/policy.py"
 _RECOVERY = "training/update/recovery.py"
 _RETURNS = "training/credit_assignment/returns.py"
+_TRAINER = "training/trainer.py"
+_WEIGHTS = "sharding/weights.py"
 _CHECKPOINT = "training/checkpoint.py"
 _CONTENTS = "training/checkpoint_contents.py"
 _CUDA_STATE = 'if world.device.type == "cuda" and "rng/cuda" in file.keys(): # noqa: SIM118'
@@ -71,19 +73,17 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         "0 -> 1",
     ): _ON_A_GPU,
     (_PACKING, "starts, lengths = zip(*rows, strict=True)", "True -> False"): _SAME_LENGTH,
-    (
-        "sharding/weights.py",
-        "begin = (first or 0) * (rows[0].numel() if rows.ndim else 1)",
-        "1 -> 2",
-    ): "a scalar is whole wherever it is, so its part begins at 0",
+    (_WEIGHTS, "begin = (first or 0) * (rows[0].numel() if rows.ndim else 1)", "1 -> 2"): (
+        "a scalar is whole wherever it is, so its part begins at 0"
+    ),
     (_GRAPHED, "return (None,) * 4", "4 -> 5"): _MORE_GRADIENTS,
     (
         _CHECKS,
         "def check_packing(policy: Policy, device: torch.device, longest: int = 2048) -> None:",
         "2048 -> 2049",
     ): _MARGIN,
-    ("sharding/weights.py", "_DITHERED_AT_ONCE = 1 << 22", "1 -> 2"): _AT_ONCE,
-    ("sharding/weights.py", "_DITHERED_AT_ONCE = 1 << 22", "22 -> 23"): _AT_ONCE,
+    (_WEIGHTS, "_DITHERED_AT_ONCE = 1 << 22", "1 -> 2"): _AT_ONCE,
+    (_WEIGHTS, "_DITHERED_AT_ONCE = 1 << 22", "22 -> 23"): _AT_ONCE,
     (
         _PACKING,
         "return _map_tensors(self, lambda t: t.to(device, non_blocking=True))",
@@ -100,19 +100,15 @@ UNSEEN: dict[tuple[str, str, str], str] = {
     (_CHECKS, "own = min(5, len(ids) - 1)", "1 -> 2"): (
         "in very short rows; an end of any length shows what leaks into it"
     ),
-    (
-        "training/trainer.py",
-        '1, "ludic-train", initializer=work_on, initargs=(self.world.device,)',
-        "1 -> 2",
-    ): "a thread more has nothing to do: one piece of work is awaited before the next",
-    ("training/trainer.py", "self._goal: int | None = 0", "0 -> 1"): (
-        "both are reached by the first step"
+    (_TRAINER, '1, "ludic-train", initializer=work_on, initargs=(self.world.device,)', "1 -> 2"): (
+        "a thread more has nothing to do: one piece of work is awaited before the next"
     ),
+    (_TRAINER, "self._goal: int | None = 0", "0 -> 1"): "both are reached by the first step",
     (_OPTIMIZER, "return 1.0 if limit is None or norm <= limit else limit / norm", "LtE -> Lt"): (
         "at the limit the factor is 1 either way"
     ),
-    ("training/trainer.py", "if self.cfg.overlap:", "condition turned round"): _ORDER,
-    ("training/trainer.py", "self._compute.shutdown(wait=True)", "True -> False"): (
+    (_TRAINER, "if self.cfg.overlap:", "condition turned round"): _ORDER,
+    (_TRAINER, "self._compute.shutdown(wait=True)", "True -> False"): (
         "everything that was begun has been awaited"
     ),
     (_CHECKPOINT, "self.last_step = -1", "1 -> 2"): "neither is the number of a step",
