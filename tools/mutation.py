@@ -277,13 +277,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = chosen_faults(args.words, args.sample, args.seed)
     _preload()
     with tempfile.TemporaryDirectory() as folder:
-        jobs = ProcessPoolExecutor(
-            args.jobs,
-            multiprocessing.get_context("fork"),
-            _begin_job,
-            (Path(folder), args.timeout, deadline),
-        )
-        with jobs:
+        how = (Path(folder), args.timeout, deadline)
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(args.jobs, fork, _begin_job, how) as jobs:
             print(json.dumps(_try_all(chosen, jobs) | {"failing": _failing(Path(folder))}))
     return 0
 

@@ -148,15 +148,7 @@ def default(value: Any) -> str:
         return f'`"{value}"`'
     if isinstance(value, int | float):
         return f"`{value}`"
-    return f'`"{registered_name(value)}"`'
-
-
-def registered_name(aggregation: Any) -> str:
-    """Returns the name under which a run file finds an aggregation."""
-    for name in AGGREGATIONS.names():
-        if AGGREGATIONS.get(name) is type(aggregation):
-            return name
-    raise LookupError(f"{aggregation!r} is not registered")
+    return f'`"{AGGREGATIONS.builtin_name(type(value))}"`'  # an aggregation
 
 
 def page_with(text: str, content: str) -> str:
