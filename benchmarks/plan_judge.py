@@ -227,12 +227,8 @@ def loop_row(name: str, facts: Mapping[str, Any]) -> Whole:
         whole = how["episodes"] * mean * turns + how["episodes"] / how["group"] * how["prompt"]
         how["trained"] = min(1.0, computed / whole)
     model, rank = facts.get("shape") or facts["model"], facts.get("lora")
-    parts = [
-        name,
-        "LoRA" if rank else "",
-        "ahead" if ahead else "",
-        f"{workers} processes" * bool(workers),
-    ]
+    parts = [name, "LoRA" * bool(rank), "ahead" * bool(ahead)]
+    parts.append(f"{workers} processes" * bool(workers))
     return Whole(
         ", ".join(filter(None, parts)),
         shape_named(name_of(str(model))),

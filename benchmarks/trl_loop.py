@@ -247,11 +247,7 @@ def _adapter(rank: int) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(
-        r=rank,
-        lora_alpha=32.0,
-        target_modules="all-linear",
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
+        r=rank, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"
     )
 
 

@@ -90,6 +90,7 @@ def trl_loss(
     defaults = {k: f.default for k, f in GRPOConfig.__dataclass_fields__.items()}
     args = SimpleNamespace(**{**defaults, "steps_per_generation": accumulation, **settings})
     logps = tensors.logps.clone().requires_grad_()
+    scores = (logps, torch.zeros_like(logps), None)
 
     def same(value: Tensor, **_: Any) -> Tensor:
         return value
@@ -112,11 +113,7 @@ def trl_loss(
         "model": SimpleNamespace(training=True),
         "accelerator": SimpleNamespace(num_processes=1, gather=same, reduce=same),
         "_metrics": {"train": defaultdict(list)},
-        "_get_per_token_logps_and_entropies": lambda *a, **k: (
-            logps,
-            torch.zeros_like(logps),
-            None,
-        ),
+        "_get_per_token_logps_and_entropies": lambda *a, **k: scores,
     }
     for name, value in attributes.items():
         object.__setattr__(trainer, name, value)
