@@ -131,14 +131,13 @@ def process_rows(
     """Returns a row of `COLUMNS` for each process of the run: those that say how they are, and
     those that a launch knows of."""
     roles = dict(status.roles)
+    rows: list[tuple[str, ...]] = []
 
-    def row(
-        name: str, node: str, state: str, version: Any, work: str, waits: str
-    ) -> tuple[str, ...]:
+    def add(name: str, node: str, state: str, version: Any, work: str, waits: str) -> None:
         role = roles.pop(name, {})
         version = "" if version is None else str(version)
         restarts = str(role.get("restarts", ""))
-        return (name, str(role.get("node") or node), state, restarts, version, work, waits)
+        rows.append((name, str(role.get("node") or node), state, restarts, version, work, waits))
 
     trainer, dropped = status.trainer, _dropped(status)
     alive = status.trainer_alive
@@ -146,23 +145,19 @@ def process_rows(
     work = f"{trainer.get('step', '?')} updates, {status.trained} groups, dropped: {dropped}"
     if alive and trainer.get("weights_at"):
         work += f", weights at {trainer['weights_at']}"
-    rows = [
-        row(
-            *("trainer", status.holder.partition(",")[0], "alive" if alive else gone),
-            *(status.version, work, f"groups, {trainer.get('wait_s', '?')} s for the last batch"),
-        )
-    ]
+    add(
+        *("trainer", status.holder.partition(",")[0], "alive" if alive else gone),
+        *(status.version, work, f"groups, {trainer.get('wait_s', '?')} s for the last batch"),
+    )
     serving = [s for s in status.servers if s.age_s < servers.SILENT_S]
     for server in status.servers:
         facts = server.facts
         ready, old = facts.get("version") is not None, facts.get("version") != status.version
-        rows.append(
-            row(
-                *(facts.get("name") or server.name, facts.get("host", "")),
-                *(_alive(server.age_s, servers.SILENT_S), facts.get("version")),
-                f"{facts.get('capacity', '?')} requests at once at {server.name}",
-                "a publish" if not ready or old else "",
-            )
+        add(
+            *(facts.get("name") or server.name, facts.get("host", "")),
+            *(_alive(server.age_s, servers.SILENT_S), facts.get("version")),
+            f"{facts.get('capacity', '?')} requests at once at {server.name}",
+            "a publish" if not ready or old else "",
         )
     rates = _rates(status, before)
     for actor in status.actors:
@@ -175,14 +170,13 @@ def process_rows(
         waits = str(facts.get("waits", "")).removeprefix("for ")
         idle = "units" if not facts.get("busy") and not status.waiting else ""
         nobody = "a server" if status.servers and not serving else ""
-        rows.append(
-            row(
-                *(actor.name, facts.get("host", ""), _alive(actor.age_s, SILENT_S)),
-                *(facts.get("version"), work, waits or nobody or idle),
-            )
+        add(
+            *(actor.name, facts.get("host", ""), _alive(actor.age_s, SILENT_S)),
+            *(facts.get("version"), work, waits or nobody or idle),
         )
-    silent = list(roles.items())  # of which only the launch has said anything
-    return rows + [row(n, "", str(f.get("state", "")), None, "", "") for n, f in silent]
+    for name, facts in list(roles.items()):  # of which only the launch has said anything
+        add(name, "", str(facts.get("state", "")), None, "", "")
+    return rows
 
 
 def _alive(age_s: float, silent_s: float) -> str:
