@@ -7,7 +7,7 @@ import os
 from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_al
 from ludic.training.credit_assignment.returns import GroupNormalizedReturn, HybridNormalizedReturn
 from ludic.training.losses.corrections import CorrectedLoss
 from ludic.training.preprocess import KLInReward, chain
+
+OnUpdate: TypeAlias = Literal["finish", "continue"]
+"""What becomes of completions under way when new weights come."""
 
 
 def build_model(
@@ -138,10 +141,7 @@ def check_device(section: ModelSection) -> torch.device:
 
 
 def local_client(
-    config: RunConfig,
-    model: nn.Module,
-    tokenizer: Any,
-    on_update: Literal["finish", "continue"] = "finish",
+    config: RunConfig, model: nn.Module, tokenizer: Any, on_update: OnUpdate = "finish"
 ) -> LocalChatClient:
     """Returns an engine in this process that samples from `model` itself."""
     return LocalChatClient(

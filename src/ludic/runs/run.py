@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,7 @@ from ludic.runs.interruption import blocking
 from ludic.runs.locate import check_given
 from ludic.runs.memory import planned
 from ludic.runs.model import (
+    OnUpdate,
     algorithm_of,
     build_model,
     local_client,
@@ -168,11 +169,7 @@ class Run:
     @classmethod
     @asynccontextmanager
     async def open_policy(
-        cls,
-        config: RunConfig,
-        *,
-        weights: Path | None = None,
-        on_update: Literal["finish", "continue"] = "finish",
+        cls, config: RunConfig, *, weights: Path | None = None, on_update: OnUpdate = "finish"
     ) -> AsyncIterator[Run]:
         """Yields a run that is not trained, for its model: with the weights of a checkpoint, and
         with its client and publisher open. `on_update` is the in-process client's."""
@@ -186,18 +183,16 @@ class Run:
     def _assemble(
         self, config: RunConfig, objects: Mapping[str, Any], modules: Path, folder: RunFolder
     ) -> None:
-        self._set(config, objects)
+        self._set(config, objects, None)
         self.modules, self.folder = modules, folder
         with bind_objects(self.objects):
             episodes.import_user_modules(config, modules)
             check_given(config, str(folder.path))
             check_parts(config)
 
-    def _set(
-        self, config: RunConfig, objects: Mapping[str, Any], weights: Path | None = None
-    ) -> None:
+    def _set(self, config: RunConfig, objects: Mapping[str, Any], weights: Path | None) -> None:
         self.config, self.objects, self._weights = config, dict(objects), weights
-        self._on_update: Literal["finish", "continue"] = "finish"
+        self._on_update: OnUpdate = "finish"
         self.given, self.callbacks = {}, []
         self.watch = LearningWatch(config)
         self.plan: Plan | None = None  # of the memory, once the model is loaded
