@@ -14,6 +14,7 @@ from ludic.seeding import derive_seed
 from ludic.training import RLAlgorithm, UncertainTasks
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
 
+_Mix = Mapping[str, tuple[RolloutRequest, float]]
 ADAPTIVE = ("target", "width", "floor", "learning_rate", "threshold")
 
 
@@ -66,9 +67,7 @@ def _check_fit(config: RunConfig) -> None:
         )
 
 
-def _stages(
-    config: RunConfig, mix: Mapping[str, tuple[RolloutRequest, float]], seed: int
-) -> Stages:
+def _stages(config: RunConfig, mix: _Mix, seed: int) -> Stages:
     sections = config.curriculum.stage
     if not sections:
         raise ConfigError(
@@ -85,9 +84,7 @@ def _stages(
     return Stages(stages)
 
 
-def _tasks(
-    config: RunConfig, mix: Mapping[str, tuple[RolloutRequest, float]], seed: int
-) -> Mapping[str, RolloutRequest]:
+def _tasks(config: RunConfig, mix: _Mix, seed: int) -> Mapping[str, RolloutRequest]:
     count = config.curriculum.tasks_per_env
     if count is None:
         return {name: request for name, (request, _) in mix.items()}
