@@ -245,9 +245,7 @@ def chosen(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "run", nargs="*", help="names or patterns of runs, the most important first"
-    )
+    parser.add_argument("run", nargs="*", help="names or patterns of runs, most important first")
     parser.add_argument("--small", required=True, help="the 0.5B, a folder")
     parser.add_argument("--large", required=True, help="the 1.5B, a folder")
     parser.add_argument("--data", type=Path, required=True, help="train.jsonl and test.jsonl")
