@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import http.client
 import socket
 import threading
 import time
@@ -140,6 +141,23 @@ def test_a_trainer_that_goes_half_way_is_named_and_the_next_one_is_whole(
     path = worker.fetch(shipment.update["source"])
     assert torch.equal(dict(open_shared(path))["b"], WEIGHTS["b"])
     worker.drop()
+
+
+def test_whoever_asks_while_a_server_ends_hears_nothing_and_not_that_the_policy_is_withdrawn(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "policy").write_bytes(b"weights")
+    server = weights_http.PolicyServer("key")
+    checksum = server.offer(tmp_path / "policy")["checksum"]
+    link = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    path = f"/{checksum}/pieces"
+    headers = {"Authorization": weights_http._signature("key", path)}
+    link.request("GET", path, headers=headers)
+    assert link.getresponse().read()
+    server.close()
+    link.request("GET", path, headers=headers)  # through the connection that is there already
+    with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
+        link.getresponse()
 
 
 def test_a_publish_that_is_given_up_ends_on_the_hosts_at_once_and_the_next_one_is_whole(

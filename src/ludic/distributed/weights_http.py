@@ -181,6 +181,10 @@ class PolicyServer:
         rows = [[url, theirs.decode()] for url, theirs in others.items()]
         return json.dumps({"claimed": claimed, "others": rows}).encode()
 
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
     def count(self, sent: int) -> None:
         with self._lock:
             self.sent += sent
@@ -259,7 +263,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(401, b"another key")
             return
         with self.policies.opened(checksum) as opened:
-            if opened is None:
+            if opened is None and self.policies.has_ended:
+                self.close_connection = True  # it did not withdraw this policy: it is gone
+            elif opened is None:
                 self._answer(404, b"no such policy")
             elif what == "pieces":
                 file, _ = opened
