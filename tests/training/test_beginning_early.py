@@ -248,3 +248,34 @@ def test_training_that_fails_lets_go_of_the_sampler_and_of_what_has_begun(
     with pytest.raises(ValueError, match="out of luck"):
         asyncio.run(run.train(5, ask))
     assert answers
+
+
+@pytest.mark.parametrize("where", ["accumulate", "_save"])
+def test_training_that_goes_on_after_a_failure_loses_no_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    owner: Any = Passes if where == "accumulate" else Trainer
+    original, train = getattr(owner, where), Trainer.train
+    runs = [Run(tmp_path / str(early), begin_early=early) for early in (True, False)]
+
+    async def twice(trainer: Trainer, steps: int | None = None) -> None:
+        with pytest.raises(ValueError, match="out of luck"):
+            await train(trainer, steps)
+        await train(trainer, 2)
+
+    monkeypatch.setattr(Trainer, "train", twice)
+    for run in runs:
+        calls: list[int] = []
+
+        def failing(*args: Any, calls: list[int] = calls, **options: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                raise ValueError("out of luck")
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, where, failing)
+        asyncio.run(run.train(4))
+    early, late = runs
+    assert early.sampled() == late.sampled()
+    for a, b in zip(early.model.parameters(), late.model.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -28,6 +28,7 @@ from ludic.training.algorithm import RLAlgorithm, Stateful, one_algorithm
 from ludic.training.batching.ahead import BeginningEarly, SamplingAhead
 from ludic.training.batching.source import (
     BatchesEnded,
+    BatchSource,
     GivesBatches,
     Intake,
     PolicyLostError,
@@ -182,7 +183,7 @@ class Trainer:
             raise
         finally:
             if self.source is not None:
-                await self.source.drop_ahead()
+                await self._drop_ahead(self.source)
             if self.publisher is not None:
                 await self.publisher.abandon()
             if self._checkpoints is not None:
@@ -274,6 +275,15 @@ class Trainer:
             self._states_before_ahead = deepcopy(self._states())
             self.source.start_ahead()
             yield
+
+    async def _drop_ahead(self, source: BatchSource) -> None:
+        """Forgets the batch that was made ahead. One that was begun early gives its requests back:
+        a `train` that goes on in this process asks for it again."""
+        await source.drop_ahead()
+        before, self._states_before_ahead = self._states_before_ahead, None
+        if isinstance(source, BeginningEarly) and before is not None:
+            self.algo.load_state_dict(before["algorithm"])
+            source.load_state_dict(before["batch_source"])
 
     async def _train_on(self, batch: SAWBatch, clock: Clock, *, held: bool) -> Metrics:
         """From a batch to new weights and their publish. `held`: the sampler stands still."""
