@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +27,8 @@ from ludic.training import (
     TrainerConfig,
     make_grpo,
 )
+from ludic.training.batching.scoring import LocalScores, ReferenceScorer, ScoredBatchSource
+from ludic.training.checkpoint_contents import model_fingerprint
 from ludic.training.update.passes import Passes
 from ludic.types import Action, Info, Obs, Rollout, StepOutcome
 from tests.inference.local.asking import request
@@ -279,3 +283,37 @@ def test_training_that_goes_on_after_a_failure_loses_no_requests(
     assert early.sampled() == late.sampled()
     for a, b in zip(early.model.parameters(), late.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_checkpoint_that_is_saved_while_the_adapter_is_off_is_this_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    run, scoring = Run(tmp_path), threading.Event()
+    settings = LoraConfig(r=2, target_modules=["q_proj"])
+    adapted: Any = get_peft_model(run.model, settings)
+    run.model = adapted.eval()
+    logprobs, flush, plain = LocalScores.logprobs, Trainer._flush_record, RolloutBatchSource
+
+    async def slow(scores: LocalScores, items: Any) -> Any:
+        with adapted.disable_adapter():
+            scoring.set()
+            await asyncio.sleep(0.3)
+        return await logprobs(scores, items)
+
+    async def late(trainer: Trainer) -> None:
+        await flush(trainer)
+        scoring.clear()
+        await asyncio.to_thread(scoring.wait, 1.0)
+
+    def scored(**options: Any) -> ScoredBatchSource:
+        reference = LocalScores(run.model, without_adapter=True)
+        return ScoredBatchSource(plain(**options), [ReferenceScorer(reference)])
+
+    monkeypatch.setattr(LocalScores, "logprobs", slow)
+    monkeypatch.setattr(Trainer, "_flush_record", late)
+    monkeypatch.setitem(globals(), "RolloutBatchSource", scored)
+    asyncio.run(run.train(3))
+    manifests = [json.loads(p.read_text()) for p in tmp_path.glob("ck/step-*/manifest.json")]
+    assert {m["fingerprint"] for m in manifests} == {model_fingerprint(run.model)}

@@ -43,6 +43,7 @@ class Checkpointer:
         self.cfg, self.world, self._tokenizer = cfg, world or World(), tokenizer
         self.folder = Path(cfg.folder)
         self.last_step = -1
+        self._fingerprint: str | None = None
         self._writers = self.world  # the ranks that write a checkpoint together
         if cfg.background and self.world.group is not None:
             self._writers = _own_group(self.world, self.world.group)
@@ -67,7 +68,7 @@ class Checkpointer:
             pieces = {k: t.detach().clone() for k, t in pieces.items()}
             state = deepcopy(state)
         model_files = contents.save_model(model, self.world, self._tokenizer)
-        fingerprint = contents.model_fingerprint(model)
+        fingerprint = self._fingerprint or contents.model_fingerprint(model)
         rng = contents.rng_state(self.world.device)
 
         def write() -> None:
@@ -192,6 +193,8 @@ class Checkpointer:
         A damaged one is passed over with a warning, and kept under another name. Raises
         `CheckpointError` when none is whole.
         """
+        # Now: while a later checkpoint is saved, a reference may be read with the adapter off.
+        self._fingerprint = contents.model_fingerprint(model)
         if self.world.leads:
             for left in self.folder.glob(f"{_TEMPORARY}*"):
                 shutil.rmtree(left, ignore_errors=True)
