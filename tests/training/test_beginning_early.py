@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +318,35 @@ def test_a_checkpoint_that_is_saved_while_the_adapter_is_off_is_this_models(
     asyncio.run(run.train(3))
     manifests = [json.loads(p.read_text()) for p in tmp_path.glob("ck/step-*/manifest.json")]
     assert {m["fingerprint"] for m in manifests} == {model_fingerprint(run.model)}
+
+
+class Coefficient:
+    """What a loss adapts with every step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.steps += 1
+
+    def close(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize("begin_early", [True, False])
+def test_a_checkpoint_has_what_training_made_of_other_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin_early: bool
+) -> None:
+    other = Coefficient()
+    monkeypatch.setitem(
+        globals(), "Trainer", partial(Trainer, loggers=[other], stateful={"c": other})
+    )
+    asyncio.run(Run(tmp_path, begin_early=begin_early).train(4))
+    states = [json.loads(p.read_text())["state"] for p in tmp_path.glob("ck/step-*/manifest.json")]
+    assert {(s["step"], s["parts"]["c"]["steps"]) for s in states} == {(3, 3), (4, 4)}

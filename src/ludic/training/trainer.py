@@ -256,10 +256,12 @@ class Trainer:
 
     def _begins_early(self) -> bool:
         """Whether the next batch begins while this one trains: if nothing that comes between them
-        bears upon it, and training is so short that no deadline of an episode comes near."""
+        bears upon it, a checkpoint of this step has no state that this step changes, and training
+        is so short that no deadline of an episode comes near."""
         source = self.source
         return (
             isinstance(source, BeginningEarly)
+            and self._stateful.keys() <= {"algorithm", "batch_source"}
             and self._training_s < source.patience_s
             and not self._stopping
             and not self.algo.watches_drift
