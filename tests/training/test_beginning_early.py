@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from ludic.distributed.interfaces import PublishReport, Weights
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
@@ -350,3 +351,17 @@ def test_a_checkpoint_has_what_training_made_of_other_states(
     asyncio.run(Run(tmp_path, begin_early=begin_early).train(4))
     states = [json.loads(p.read_text())["state"] for p in tmp_path.glob("ck/step-*/manifest.json")]
     assert {(s["step"], s["parts"]["c"]["steps"]) for s in states} == {(3, 3), (4, 4)}
+
+
+def test_a_publisher_that_asks_the_sampler_itself_is_not_held_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Trying(LocalPolicyPublisher):
+        async def publish(self, weights: Weights, version: int) -> PublishReport:
+            report = await super().publish(weights, version)
+            client: Any = self.client
+            await client.complete_tokens(request([1, 2, 3], seed=1, max_tokens=2, timeout_s=5.0))
+            return report
+
+    monkeypatch.setitem(globals(), "LocalPolicyPublisher", Trying)
+    assert asyncio.run(Run(tmp_path).train(4)).version == 4

@@ -38,6 +38,11 @@ class LocalPolicyPublisher(PolicyPublisher):
 
     shares_weights = holds_requests = True
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if {"publish", "updating"} & vars(cls).keys():  # these may ask the sampler themselves
+            cls.holds_requests = vars(cls).get("holds_requests", False)
+
     def __init__(self, client: SharingClient) -> None:
         self.client = client
 
