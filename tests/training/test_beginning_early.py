@@ -29,6 +29,7 @@ from ludic.training import (
     TrainerConfig,
     make_grpo,
 )
+from ludic.training import trainer as trainer_module
 from ludic.training.batching.scoring import LocalScores, ReferenceScorer, ScoredBatchSource
 from ludic.training.checkpoint_contents import model_fingerprint
 from ludic.training.update.passes import Passes
@@ -37,6 +38,11 @@ from tests.inference.local.asking import request
 from tests.training.learning import ColourBandit
 
 EPISODES, GROUP = 8, 4
+
+
+@pytest.fixture(autouse=True)
+def short_training_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "_EARLY_S", 0.0)
 
 
 class Counted(ColourBandit):

@@ -74,8 +74,8 @@ class PolicyPublisher(Protocol):
 
     holds_requests: bool = False
     """Whether what is asked of the sampler inside `updating` waits there until the end, and whether
-    `publish` may be called inside, too. A subclass with a `publish` or `updating` of its own says so
-    again, if it is so."""
+    `publish` may be called inside, too. A subclass with a `publish` or an `updating` of its own has
+    to say so again."""
 
     snapshots: Literal["none", "host", "device"] = "none"
     """Whether `publish` may be given a `Snapshot`, after the trainer has moved on, and where that

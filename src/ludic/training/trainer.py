@@ -65,6 +65,9 @@ _log = logging.getLogger("ludic.training")
 T = TypeVar("T")
 _MOST_LOSSES = 50
 """How often a policy is published again for one batch."""
+_EARLY_S = 0.4
+"""Shorter training is mostly the host's work: it would take as much longer as the next batch begins
+sooner, since both want the interpreter."""
 Metrics = dict[str, float]
 Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
 
@@ -257,12 +260,12 @@ class Trainer:
     def _begins_early(self) -> bool:
         """Whether the next batch begins while this one trains: if nothing that comes between them
         bears upon it, a checkpoint of this step has no state that this step changes, and training
-        is so short that no deadline of an episode comes near."""
+        takes long enough to be worth it and no deadline of an episode comes near."""
         source = self.source
         return (
             isinstance(source, BeginningEarly)
             and self._stateful.keys() <= {"algorithm", "batch_source"}
-            and self._training_s < source.patience_s
+            and _EARLY_S <= self._training_s < source.patience_s
             and not self._stopping
             and not self.algo.watches_drift
             and not self._evaluates_after(self.step + 1)
@@ -272,9 +275,10 @@ class Trainer:
     async def _next_begun(self) -> AsyncIterator[None]:
         """Has the next batch begun, and the sampler stand still until the end."""
         assert self.publisher is not None
-        assert self.source is not None
+        assert isinstance(self.source, BeginningEarly)
         async with self.publisher.updating():
             self._states_before_ahead = deepcopy(self._states())
+            self.source.delay_s = self._training_s / 4
             self.source.start_ahead()
             yield
 

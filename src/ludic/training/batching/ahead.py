@@ -100,6 +100,13 @@ class BeginningEarly(SamplingAhead):
     """
 
     works_ahead = False
+    delay_s = 0.0
+    """How long after `start_ahead` it begins: first the trainer gives the device enough to do, since
+    both want the interpreter."""
+
+    async def _begin(self) -> SAWBatch:
+        await asyncio.sleep(self.delay_s)
+        return await self.source.next_batch()
 
     async def settle(self) -> None:
         """At once: what has begun waits for the trainer."""
