@@ -101,8 +101,8 @@ class BeginningEarly(SamplingAhead):
 
     works_ahead = False
     delay_s = 0.0
-    """How long after `start_ahead` it begins: first the trainer gives the device enough to do, since
-    both want the interpreter."""
+    """How long after `start_ahead` it begins: first the trainer gives the device something to do,
+    since both want the interpreter."""
 
     async def _begin(self) -> SAWBatch:
         await asyncio.sleep(self.delay_s)
