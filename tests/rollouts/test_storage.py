@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,6 +60,23 @@ def test_any_rollout_survives_a_row(rollouts: list[Rollout]) -> None:
     for rollout in rollouts:
         row = json.loads(json.dumps(rollout_row(rollout), allow_nan=False))
         assert rollout_from_row(row) == rollout
+
+
+@pytest.mark.parametrize("logprob", [-0.5, -1, np.float64(-0.25)])
+def test_any_number_is_stored_as_a_log_prob(logprob: float) -> None:
+    trace = TokenTrace((1, 2), (3, 4), (-0.5, logprob))
+    step = AgentStep(0, (), {"role": "assistant", "content": "a"}, FinishReason.STOP, trace)
+    rollout = Rollout("r", (step,))
+    assert rollout_from_row(json.loads(rollout_line(rollout))) == rollout
+
+
+@pytest.mark.parametrize(("logprob", "info"), [(True, 1), (-0.5, (1,))])
+def test_what_json_would_change_is_refused(logprob: float, info: Any) -> None:
+    trace = TokenTrace((1,), (2,), (logprob,))
+    message: Message = {"role": "assistant", "content": "a"}
+    step = AgentStep(0, (), message, FinishReason.STOP, trace, info={"x": info})
+    with pytest.raises(SerializationError):
+        rollout_line(Rollout("r", (step,)))
 
 
 async def test_rewards_whose_sum_is_no_number_are_a_null_for_others_and_kept_for_us() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from ludic.errors import ConfigError, SerializationError
-from ludic.plumbing.records import Numbers, Record, changed, check_schema, encode, plain_json
+from ludic.plumbing.records import Record, changed, check_schema, encode, plain_json
 from ludic.rollouts.block_writer import BlockFile
 from ludic.rollouts.lines import read_rows
 from ludic.types import AgentStep, Message, Rollout, TokenTrace, VersionSpan, from_json, to_json
@@ -173,15 +173,11 @@ _Rest: TypeAlias = list[tuple[tuple[VersionSpan, ...], tuple[tuple[int, ...], ..
 
 
 def _stored_json(stored: StoredRollout) -> bytes:
-    """What `to_json` returns. Numbers that came in arrays are not read back to see that they
-    survive JSON, which takes longer than all the rest: whoever made the arrays has checked them."""
+    """What `to_json` returns. Ids and log-probs are not read back to see that they survive JSON,
+    which takes as long as all the rest: a trace has checked them."""
     traces = [step.trace for step in stored.rollout.agent_steps if step.trace is not None]
-    numbers: Iterator[object] = (
-        values
-        for t in traces
-        for values in (t.prompt_token_ids, t.completion_token_ids, t.completion_logprobs)
-    )
-    if all(values is None or type(values) is Numbers for values in numbers):
+    logprobs = [t.completion_logprobs for t in traces if type(t.completion_logprobs) is tuple]
+    if {kind for values in logprobs for kind in map(type, values)} <= {float}:
         rest = [(trace.version_spans, trace.kept_token_ids) for trace in traces]
         bare = with_traces(stored.rollout, lambda _: None)
         if plain_json(bare, Rollout) and plain_json(rest, _Rest):
