@@ -64,7 +64,6 @@ from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.stages import Stages
 from ludic.runs.storage import RunFolder
 from ludic.training.checkpoint import Checkpointer
-from ludic.training.trainer import Trainer
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
 
@@ -138,17 +137,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     else:
         config = gsm8k.run_of(args, updates=updates)
     stamps, decoding = Stamps(busy=busy), DecodeClock()
-    early = Trainer._begins_early
-
-    def begins_early(trainer: Trainer) -> bool:
-        # The profiler takes seconds to start, and loses its way, while the engine samples.
-        return early(trainer) and (busy is None or trainer.step + 1 != busy.first)
-
-    with (
-        MemoryPeak(args.device) as peak,
-        decoding.running(),
-        mock.patch.object(Trainer, "_begins_early", begins_early),
-    ):
+    with MemoryPeak(args.device) as peak, decoding.running():
         asyncio.run(reinforce(config, stamps))
     steps = stamps.between(0, args.warmup - 1)[: args.updates]
     print("seconds of each update: " + ", ".join(f"{s:.3f}" for s in steps))

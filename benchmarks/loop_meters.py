@@ -39,10 +39,10 @@ class Stamps:
         """Of the event loop's thread, from the first line on."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        spent = time.process_time() - (self.work.seconds if self.work else 0.0)
-        self.marks.append((time.perf_counter(), spent))
         if self.busy is not None:
             self.busy.turn(step)
+        spent = time.process_time() - (self.work.seconds if self.work else 0.0)
+        self.marks.append((time.perf_counter(), spent))
         self.metrics.append(metrics)
         if self.profiler is not None:
             self.profiler.enable()

@@ -22,7 +22,6 @@ from ludic.runs.results.terminal import Update, command_name
 from ludic.runs.settings.from_python import given_again, read_arguments
 from ludic.runs.storage import RunFolder
 from ludic.training import RolloutBatchSource, Trainer
-from ludic.training.batching.ahead import BeginningEarly
 from tests.runs.worlds import Letters
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -80,8 +79,7 @@ def test_the_pieces_are_there_before_the_run_and_are_the_ones_it_uses() -> None:
     assert isinstance(run.publisher, LocalPolicyPublisher)
     assert isinstance(run.source, RolloutBatchSource)
     assert run.trainer.model is run.model
-    assert isinstance(run.trainer.source, BeginningEarly)
-    assert run.trainer.source.source is run.source
+    assert run.trainer.source is run.source
     assert run.source.engine.runtime is run.runtime
     assert run.folder.path == Path("run")
     trainer = run.trainer

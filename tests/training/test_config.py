@@ -29,7 +29,6 @@ def test_what_is_not_set_has_the_defaults_that_are_documented() -> None:
         "epochs": 1,
         "mini_batches": 1,
         "overlap": False,
-        "begin_early": True,
         "max_lag": 1,
         "precision": None,
         "attention": "auto",

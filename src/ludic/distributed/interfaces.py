@@ -72,11 +72,6 @@ class PolicyPublisher(Protocol):
     """Whether the sampler uses the trainer's own tensors. Then an optimizer step changes the policy
     at once, so the trainer lets a batch that is being sampled ahead end before it steps."""
 
-    holds_requests: bool = False
-    """Whether what is asked of the sampler inside `updating` waits there until the end, and whether
-    `publish` may be called inside, too. A subclass with a `publish` or an `updating` of its own has
-    to say so again."""
-
     snapshots: Literal["none", "host", "device"] = "none"
     """Whether `publish` may be given a `Snapshot`, after the trainer has moved on, and where that
     has to be kept: in the host's memory or on the trainer's device."""

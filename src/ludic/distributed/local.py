@@ -36,12 +36,7 @@ class LocalPolicyPublisher(PolicyPublisher):
     While the weights change in place, the client samples nothing.
     """
 
-    shares_weights = holds_requests = True
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if {"publish", "updating"} & vars(cls).keys():  # these may ask the sampler themselves
-            cls.holds_requests = vars(cls).get("holds_requests", False)
+    shares_weights = True
 
     def __init__(self, client: SharingClient) -> None:
         self.client = client

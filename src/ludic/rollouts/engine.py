@@ -37,8 +37,6 @@ from ludic.workers.threads import contained
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-_PATIENCE = 20
-"""This many times as long may pass before a deadline does."""
 _STOP_S = 30.0
 """How long cancelled jobs may take to clean up before they are left behind."""
 
@@ -111,12 +109,6 @@ class RolloutEngine:
     def group_policy(self) -> LostMember:
         """What is done with a group that has still lost a member after any retries."""
         return "keep_partial" if self.lost_member == "keep_partial" else "drop_group"
-
-    @property
-    def patience_s(self) -> float:
-        """How long an episode may wait for a completion without coming near a deadline."""
-        limits = self._runner.step_timeout_s, self._runner.episode_timeout_s
-        return min([60.0, *(s for s in limits if s is not None)]) / _PATIENCE
 
     async def generate_rollouts(
         self,

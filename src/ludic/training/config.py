@@ -66,9 +66,7 @@ class TrainerConfig:
     per batch, with proximal log-probs from before the first. `overlap` samples the next batch,
     under the present policy, while this one trains: it is then one version old, which `max_lag`
     must allow: no token of a batch may be more versions old than that, and one that is older is an
-    error. None sets no bound. `begin_early` draws and begins the requests of the next batch while
-    this one trains, where the in-process engine samples: before this step's metrics, callbacks and
-    log line. They are answered under the new policy. It waits for an evaluation.
+    error. None sets no bound.
     `precision` must fit the weights; None: in their type, with torch's switches as they are.
     `compile` has torch.compile work on the decoder layers, which takes a while to begin with;
     `optimizer_device="cpu"` has the optimizer's masters and moments in the host's memory; None: on
@@ -94,7 +92,6 @@ class TrainerConfig:
     epochs: int = 1
     mini_batches: int = 1
     overlap: bool = False
-    begin_early: bool = True
     max_lag: int | None = 1
 
     precision: Precision | None = None

@@ -6,11 +6,10 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
-from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -25,10 +24,9 @@ from ludic.saw.items import SAWBatch
 from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World, work_on
 from ludic.training.algorithm import RLAlgorithm, Stateful, one_algorithm
-from ludic.training.batching.ahead import BeginningEarly, SamplingAhead
+from ludic.training.batching.ahead import SamplingAhead
 from ludic.training.batching.source import (
     BatchesEnded,
-    BatchSource,
     GivesBatches,
     Intake,
     PolicyLostError,
@@ -39,7 +37,6 @@ from ludic.training.checkpoint_contents import TrainerState
 from ludic.training.config import TrainerConfig, curve, describe_change, learning_rate
 from ludic.training.metrics.loggers import Logger, MetricLog
 from ludic.training.metrics.stats import (
-    Clock,
     PerfMeter,
     PublishLog,
     StatBuffer,
@@ -65,9 +62,6 @@ _log = logging.getLogger("ludic.training")
 T = TypeVar("T")
 _MOST_LOSSES = 50
 """How often a policy is published again for one batch."""
-_EARLY_S = 0.4
-"""Shorter training is mostly the host's work: it would take as much longer as the next batch begins
-sooner, since both want the interpreter."""
 Metrics = dict[str, float]
 Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
 
@@ -104,11 +98,8 @@ class Trainer:
         source = None if batch_source is None else as_source(batch_source)
         self.algo = algo = one_algorithm(algo, source.algorithm if source else None)
         self._source_name = type(batch_source).__name__  # for errors: not that of a wrapper
-        if source is not None and not source.works_ahead:
-            if cfg.overlap:
-                source = SamplingAhead(source, self._published)
-            elif cfg.begin_early and mesh is None and publisher and publisher.holds_requests:
-                source = BeginningEarly(source)
+        if cfg.overlap and source is not None and not source.works_ahead:
+            source = SamplingAhead(source, self._published)
         self.model, self.source, self.publisher = model, source, publisher
         check_precision(cfg.precision, model, "TrainerConfig")
         self.policy = Policy(model, cfg, graphs=cfg.graphs and mesh is None)
@@ -152,7 +143,6 @@ class Trainer:
         )
         self.intake = Intake(algo, self.world, self._run, self._source_name, cfg, self._published)
         self._saving_s = 0.0  # time of the previous save, logged with the next step
-        self._training_s = math.inf  # from the last batch to its publish
         self._states_before_ahead: dict[str, Any] | None = None
         self._asked = self._taken = 0  # steps in this process; a resumed `step` may be ahead
         self._goal: int | None = 0
@@ -186,7 +176,7 @@ class Trainer:
             raise
         finally:
             if self.source is not None:
-                await self._drop_ahead(self.source)
+                await self.source.drop_ahead()
             if self.publisher is not None:
                 await self.publisher.abandon()
             if self._checkpoints is not None:
@@ -243,56 +233,6 @@ class Trainer:
             if not isinstance(self.source, SamplingAhead):  # which waits by itself
                 await self._published()
             self.source.start_ahead()
-        begun, held = monotonic(), not last and self._begins_early()
-        async with self._next_begun() if held else nullcontext():
-            metrics = await self._train_on(batch, clock, held=held)
-        self._training_s = monotonic() - begun
-        self.log.write(metrics, step=self.step)
-        await self._evaluate()
-        # Last of all: a run killed before this repeats the step and its log lines.
-        self._saving_s = 0.0
-        if self._checkpoints and self.step % self._checkpoints.cfg.every == 0:
-            await self._save()
-        for callback in self.callbacks:
-            callback(self.step, metrics)
-        return metrics
-
-    def _begins_early(self) -> bool:
-        """Whether the next batch begins while this one trains: if nothing that comes between them
-        bears upon it, a checkpoint of this step has no state that this step changes, and training
-        takes long enough to be worth it and no deadline of an episode comes near."""
-        source = self.source
-        return (
-            isinstance(source, BeginningEarly)
-            and self._stateful.keys() <= {"algorithm", "batch_source"}
-            and _EARLY_S <= self._training_s < source.patience_s
-            and not self._stopping
-            and not self.algo.watches_drift
-            and not self._evaluates_after(self.step + 1)
-        )
-
-    @asynccontextmanager
-    async def _next_begun(self) -> AsyncIterator[None]:
-        """Has the next batch begun, and the sampler stand still until the end."""
-        assert self.publisher is not None
-        assert isinstance(self.source, BeginningEarly)
-        async with self.publisher.updating():
-            self._states_before_ahead = deepcopy(self._states())
-            self.source.delay_s = self._training_s / 4
-            self.source.start_ahead()
-            yield
-
-    async def _drop_ahead(self, source: BatchSource) -> None:
-        """Forgets the batch that was made ahead. One that was begun early gives its requests back:
-        a `train` that goes on in this process asks for it again."""
-        await source.drop_ahead()
-        before, self._states_before_ahead = self._states_before_ahead, None
-        if isinstance(source, BeginningEarly) and before is not None:
-            self.algo.load_state_dict(before["algorithm"])
-            source.load_state_dict(before["batch_source"])
-
-    async def _train_on(self, batch: SAWBatch, clock: Clock, *, held: bool) -> Metrics:
-        """From a batch to new weights and their publish. `held`: the sampler stands still."""
         parts = await self._run(mini_batches, batch, self.cfg, step=self.step)
         several, watched = len(parts) > 1, self.algo.watches_drift
         self._moved = False
@@ -327,12 +267,9 @@ class Trainer:
             lines.append(line)
             if not self._moved and self.publisher and self.publisher.shares_weights:
                 await self._settle()  # the next batch must be sampled under the present policy
-            hold = self.publisher.updating() if self.publisher and not held else nullcontext()
-            async with hold:
+            async with self.publisher.updating() if self.publisher else nullcontext():
                 clip = clipped(line["train/grad_norm"], self.cfg.max_grad_norm)
                 await self._fit(self.optimizer.step, rate, clip)
-                if held:
-                    await self._run(self._finish_on_device)
             self._moved = True
             clock.lap("perf/optimizer_s")
         if scores is not None:
@@ -351,7 +288,7 @@ class Trainer:
             self.version += 1
             metrics |= await self._publish()
         clock.lap("perf/publish_s")
-        return metrics | {
+        metrics |= {
             "train/step": float(self.step),
             "train/version": float(self.version),
             "train/learning_rate": rate,
@@ -360,11 +297,15 @@ class Trainer:
             **self.perf.metrics(batch, clock, work, passes=self.cfg.epochs),
             "perf/checkpoint_s": self._saving_s,
         }
-
-    def _finish_on_device(self) -> None:
-        """Returns when the device has done what this thread gave it."""
-        if self.world.device.type == "cuda":
-            torch.cuda.current_stream(self.world.device).synchronize()
+        self.log.write(metrics, step=self.step)
+        await self._evaluate()
+        # Last of all: a run killed before this repeats the step and its log lines.
+        self._saving_s = 0.0
+        if self._checkpoints and self.step % self._checkpoints.cfg.every == 0:
+            await self._save()
+        for callback in self.callbacks:
+            callback(self.step, metrics)
+        return metrics
 
     async def _next_batch(self) -> SAWBatch:
         for _ in range(_MOST_LOSSES):
@@ -445,12 +386,8 @@ class Trainer:
             error = exc
         await self._run(self.world.agree, error)
 
-    def _evaluates_after(self, step: int) -> bool:
-        every = self.cfg.eval_every
-        return self.evaluate is not None and every is not None and step % every == 0
-
     async def _evaluate(self) -> None:
-        if self.evaluate and self._evaluates_after(self.step):
+        if self.evaluate and self.cfg.eval_every and self.step % self.cfg.eval_every == 0:
             await self._for_all(self._published())
             results: Mapping[str, float] = {}
             if self.world.leads:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file as real_save_file
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +23,7 @@ from ludic.inference.tiny import tiny_model
 from ludic.training import checkpoint_contents
 from ludic.training.batching.ahead import SamplingAhead
 from ludic.training.batching.scoring import ScoredBatchSource
-from ludic.training.checkpoint_contents import TrainerState, load_checkpoint
+from ludic.training.checkpoint_contents import TrainerState, load_checkpoint, model_fingerprint
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.types import WorksAhead
@@ -74,6 +75,23 @@ def test_a_resumed_run_is_the_same_to_the_bit(
     resumed = make(tmp_path / "b", model=tiny_model().to(dtype), background=background)
     assert_equal(run(resumed, 5), straight)
     assert resumed.version == resumed.step == 5
+
+
+def test_a_checkpoint_that_is_saved_while_the_adapter_is_off_is_this_models(tmp_path: Path) -> None:
+    """With `overlap`, a reference may be read without the adapter at that moment."""
+    adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    trainer = make(tmp_path, model=adapted, every=1)
+    named = model_fingerprint(adapted)
+    save = trainer._save
+
+    async def save_without_adapter() -> None:
+        with adapted.disable_adapter():
+            await save()
+
+    trainer._save = save_without_adapter
+    run(trainer, 1)
+    manifest = json.loads((tmp_path / "ck/step-00000001/manifest.json").read_text())
+    assert manifest["fingerprint"] == named
 
 
 def test_a_run_that_is_not_resumable_keeps_its_weights_alone(tmp_path: Path) -> None:

@@ -92,7 +92,6 @@ class TrainingSection(Section):
     mini_batches: int = Field(default=TRAINER["mini_batches"], ge=1)
     epochs: int = Field(default=TRAINER["epochs"], ge=1)
     overlap: bool = TRAINER["overlap"]
-    begin_early: bool = TRAINER["begin_early"]
     max_lag: int = Field(default=TRAINER["max_lag"], ge=0)
     attention: AttentionKind = TRAINER["attention"]
     gradient_checkpointing: bool | None = TRAINER["gradient_checkpointing"]

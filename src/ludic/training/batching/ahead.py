@@ -1,4 +1,4 @@
-"""Batch sources around others, and those that begin a batch ahead. Imports no torch."""
+"""Batch sources around others, and the one that works a batch ahead. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class WrappedSource(BatchSource):
         self.source = as_source(source)
         self.algorithm = self.source.algorithm
         self.waits_for_publish = self.source.waits_for_publish
-        self.patience_s = self.source.patience_s
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"source": self.source.state_dict()}
@@ -89,24 +88,3 @@ class SamplingAhead(WrappedSource, WorksAhead):
 
     def committed(self, state: Mapping[str, Any]) -> None:
         self.source.committed(state)
-
-
-class BeginningEarly(SamplingAhead):
-    """Begins the next batch while the trainer trains, as far as it needs no policy: environments
-    are made and reset, and prompts spelled. `TrainerConfig(begin_early=True)` uses it.
-
-    The trainer holds the sampler still meanwhile, up to the publish: so whatever is asked of it
-    waits, and every token is the new policy's, as if the batch had begun after the update.
-    """
-
-    works_ahead = False
-    delay_s = 0.0
-    """How long after `start_ahead` it begins: first the trainer gives the device something to do,
-    since both want the interpreter."""
-
-    async def _begin(self) -> SAWBatch:
-        await asyncio.sleep(self.delay_s)
-        return await self.source.next_batch()
-
-    async def settle(self) -> None:
-        """At once: what has begun waits for the trainer."""

@@ -76,7 +76,6 @@ class RolloutBatchSource(BatchSource):
     step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.patience_s = self.engine.patience_s
         self._limits = self.budget or Budget()
         self._draws = self._episodes = self._tokens = 0  # a draw is a round of a step
         self._feed = RequestFeed(

@@ -64,10 +64,6 @@ class BatchSource(ABC):
     """Whether the source makes the next batch while the trainer trains on this one: `WorksAhead`
     says what the trainer then promises."""
 
-    patience_s: float = 0.0
-    """How long a batch that was begun may wait for the policy before anything in it comes near a
-    deadline. 0: it is not begun before the policy is there."""
-
     waits_for_publish: bool = True
     """Whether a batch is begun only when the trainer's policy is published. False: its samples are
     stored, or it says itself which policy each request needs."""
