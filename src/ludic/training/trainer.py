@@ -100,6 +100,11 @@ class Trainer:
         self._source_name = type(batch_source).__name__  # for errors: not that of a wrapper
         if cfg.overlap and source is not None and not source.works_ahead:
             source = SamplingAhead(source, self._published)
+        if source is not None and source.works_ahead and source.changes(model):
+            raise ConfigError(
+                "the next batch would be scored with the adapter of the trained model off, while "
+                "the model is trained: turn `overlap` off, or give LocalScores a model of its own"
+            )
         self.model, self.source, self.publisher = model, source, publisher
         check_precision(cfg.precision, model, "TrainerConfig")
         self.policy = Policy(model, cfg, graphs=cfg.graphs and mesh is None)

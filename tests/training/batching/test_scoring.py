@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ from ludic.training.batching.scoring import (
     LocalScores,
     ReferenceScorer,
     RoutedScores,
+    ScoredBatchSource,
     TeacherScorer,
 )
 from ludic.training.update import checks
+from ludic.training.update import scores as scores_module
 from ludic.types import ChatResponse, FinishReason
 from tools.families import tiny
 
@@ -124,6 +128,51 @@ async def test_a_reference_that_is_the_base_of_the_trained_model_stays_right(
     for item, found in zip(items, await reference.logprobs(items), strict=True):
         assert found.tolist() == pytest.approx(plain_scores(tiny_model(), item), abs=1e-4)
     trainer.close()
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_the_base_of_the_trained_model_is_no_reference_for_batches_that_are_made_ahead(
+    tmp_path: Path, routed: bool
+) -> None:
+    """Passes would be computed without the adapter while the next batch is scored."""
+    model, another = adapted(), adapted()
+
+    def train_with(scored: Any, *, overlap: bool) -> None:
+        scores: Any = LocalScores(scored, without_adapter=True)
+        scorer = TeacherScorer(RoutedScores({"a": scores})) if routed else ReferenceScorer(scores)
+        source = ScoredBatchSource(Silent(), [scorer])
+        cfg = TrainerConfig(run_dir=tmp_path, overlap=overlap)
+        Trainer(model=model, algo=make_reinforce(), batch_source=source, cfg=cfg).close()
+
+    train_with(model, overlap=False)
+    train_with(another, overlap=True)
+    with pytest.raises(ConfigError, match="with the adapter of the trained model off"):
+        train_with(model, overlap=True)
+
+
+async def test_the_adapter_is_on_again_for_whoever_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, scoring = adapted(), threading.Event()
+    reference = LocalScores(model, without_adapter=True)
+
+    def slow(*_: Any) -> None:
+        scoring.set()
+        time.sleep(0.3)
+
+    monkeypatch.setattr(scores_module, "score_layout", slow)
+    task = asyncio.ensure_future(reference.logprobs([make_item(5, 5)]))
+    await asyncio.to_thread(scoring.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert any(p.requires_grad for p in model.parameters())  # as PEFT has them with it off: none
 
 
 async def test_a_model_that_drops_units_does_not_score() -> None:

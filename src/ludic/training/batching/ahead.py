@@ -25,6 +25,9 @@ class WrappedSource(BatchSource):
         self.algorithm = self.source.algorithm
         self.waits_for_publish = self.source.waits_for_publish
 
+    def changes(self, model: object) -> bool:
+        return self.source.changes(model)
+
     def state_dict(self) -> Mapping[str, Any]:
         return {"source": self.source.state_dict()}
 

@@ -85,7 +85,11 @@ class LocalScores:
                 check_packing(self.policy, next(self.policy.parameters()).device, self._checked)
 
     async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
-        return await asyncio.to_thread(self._score, items)
+        scored = asyncio.ensure_future(asyncio.to_thread(self._score, items))
+        try:
+            return await asyncio.shield(scored)
+        finally:  # also for whoever gives up: the adapter is on again when this returns
+            await asyncio.wait([scored])
 
     def _score(self, items: Sequence[SAWItem]) -> Scores:
         from ludic.plumbing.model_parts import active_dropout
@@ -279,9 +283,24 @@ class ScoredBatchSource(WrappedSource):
         super().__init__(source)
         self.scorers = scorers
 
+    def changes(self, model: object) -> bool:
+        return super().changes(model) or any(_takes_adapter_off(s, model) for s in self.scorers)
+
     async def next_batch(self) -> SAWBatch:
         """The next batch of the wrapped source, with its scores."""
         batch = await self.source.next_batch()
         for scorer in self.scorers:
             batch = await scorer.score(batch)
         return batch
+
+
+def _takes_adapter_off(part: object, model: object) -> bool:
+    """Whether a scorer, or what it scores with, turns off an adapter of `model`."""
+    match part:
+        case LocalScores():
+            return part.without_adapter and part.policy.model is model
+        case ReferenceScorer(scores) | TeacherScorer(scores):
+            return _takes_adapter_off(scores, model)
+        case RoutedScores(models):
+            return any(_takes_adapter_off(scores, model) for scores in models.values())
+    return False

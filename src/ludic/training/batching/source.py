@@ -68,6 +68,11 @@ class BatchSource(ABC):
     """Whether a batch is begun only when the trainer's policy is published. False: its samples are
     stored, or it says itself which policy each request needs."""
 
+    def changes(self, model: object) -> bool:
+        """Whether `model` is another one while a batch is made, such as one without its adapter:
+        then nobody may train on it meanwhile."""
+        return False
+
     @abstractmethod
     async def next_batch(self) -> SAWBatch:
         """The next macro-batch. Raises `StopAsyncIteration` when there are no more."""
