@@ -52,6 +52,7 @@ import torch
 from benchmarks import gsm8k
 from benchmarks.loop_meters import BusyMeter, DecodeClock, MemoryPeak, Stamps
 from benchmarks.random_models import SHAPES, random_folder
+from benchmarks.sums import BlockingSums, Sums
 from benchmarks.trl_loop import trl_figures
 from ludic.inference import load_tokenizer
 from ludic.inference.local.build import build_scheduler
@@ -78,6 +79,7 @@ def run_of(
 ) -> RunConfig:
     """The run file's tables."""
     tiny = args.model == "tiny"
+    env = BlockingSums if args.blocking else Sums
     context = 256 * turns if tiny else 128 + turns * (args.max_tokens + 64)
     model: dict[str, Any] = {"name": args.model, "device": device}
     if tiny:
@@ -93,7 +95,7 @@ def run_of(
             "deterministic": False if host else None,
             "sampling": {"max_tokens": args.max_tokens},
         },
-        "env": {"kind": "benchmarks.sums:Sums", "kwargs": {"turns": turns}},
+        "env": {"kind": f"benchmarks.sums:{env.__name__}", "kwargs": {"turns": turns}},
         "protocol": {
             "kind": "single_agent",
             "kwargs": {"parser": {"kind": "text", "error_reward": 0.0}},
@@ -276,6 +278,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, help="random weights, and --model's tokenizer")
     parser.add_argument("--lora", type=int, help="train an adapter of this rank (gsm8k)")
     parser.add_argument("--turns", type=int, choices=(1, 4), default=1)
+    parser.add_argument("--blocking", action="store_true", help="environments in threads (sums)")
     parser.add_argument("--episodes", type=int, help="per update")
     parser.add_argument("--group", type=int)
     parser.add_argument("--updates", type=int, default=5)
@@ -322,7 +325,7 @@ def main() -> None:
         args.model = random_folder(args.shape, args.model)
     names = ("task", "device", "model", "shape", "lora", "turns", "episodes", "group", "max_tokens")
     how = (
-        *("slots", "workers", "overlap", "context", "optimizer_device"),
+        *("blocking", "slots", "workers", "overlap", "context", "optimizer_device"),
         *("micro_tokens", "no_rollouts"),
     )
     figures: dict[str, Any] = {"benchmark": "loop"}

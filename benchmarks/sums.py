@@ -41,3 +41,9 @@ class Sums(SingleAgentEnv):
     def _next_sum(self) -> None:
         top = 9 if self._draw.random() < 0.5 else 99
         self._a, self._b = self._draw.randint(1, top), self._draw.randint(1, top)
+
+
+class BlockingSums(Sums):
+    """The same in worker threads, as environments are played unless they say otherwise."""
+
+    blocking = True

@@ -104,11 +104,14 @@ def test_the_sums_of_an_episode_depend_on_its_seed_alone_and_share_the_reward() 
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("turns", [1, 4])
-def test_the_hosts_cost_is_measured_in_a_run_that_answers_at_once(turns: int) -> None:
+@pytest.mark.parametrize(("turns", "blocking"), [(1, True), (4, False)])
+def test_the_hosts_cost_is_measured_in_a_run_that_answers_at_once(
+    turns: int, blocking: bool
+) -> None:
     args = Namespace(
         model="tiny", episodes=8, group=4, slots=8, max_tokens=8, host_updates=1, warmup=1
     )
+    args.blocking = blocking
     args.__dict__ |= {"precision": None, "overlap": False, "no_rollouts": False, "profile": None}
     args.workers = 0
     mean, lowest = host_us(args, turns)

@@ -69,6 +69,18 @@ async def test_a_thread_that_could_not_be_started_takes_nobodys_place(
     assert await threads.run(lambda: 2, what="an answer", whom="a call", timeout_s=60) == 2
 
 
+async def test_calls_that_wait_for_each_other_all_get_a_thread_among_quick_ones() -> None:
+    threads = EnvThreads()
+    for _ in range(3):  # with new threads, and then with idle ones
+        meet = partial(threading.Barrier(30).wait, 60)
+        calls = [meet if n % 2 else partial(mul, n, 1) for n in range(60)]
+        answers = await asyncio.gather(
+            *(threads.run(call, what="an answer", whom="a call", timeout_s=90) for call in calls)
+        )
+        assert sorted(answers[1::2]) == list(range(30))
+        assert answers[::2] == list(range(0, 60, 2))
+
+
 def test_every_loop_hears_of_its_own_calls_however_many_end_at_once() -> None:
     threads, answers = EnvThreads(), dict[int, list[int]]()
 

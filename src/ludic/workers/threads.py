@@ -11,9 +11,14 @@ What may run at the same time: any number of workers, and the event loops that w
 `_Call` is written by its worker until `finished` is set, and read by its waiter only after that.
 Whether it finished or was given up is decided once, under the lock: the worker sets `finished` and
 reads `on_return` in one critical section, the waiter reads `finished` and sets `on_return` in
-another. So exactly one of the two happens: the waiter takes the result and the thread goes back to
-the idle ones, or the waiter leaves and the worker calls `on_return` and ends. An abandoned call is
-never seen by its waiter again, whatever it still does to its environment.
+another. So exactly one of the two happens: the waiter takes the result, or it leaves and the worker
+calls `on_return`. An abandoned call is never seen by its waiter again, whatever it still does to
+its environment.
+
+To wake a thread costs more than most calls take. So one is woken at a time: it takes a call and,
+if more are waiting, wakes the next before it begins; a thread that has finished takes what is
+waiting by itself. Quick calls end on a few threads, and calls that block get one each, since there
+are always as many threads as calls.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -53,8 +59,8 @@ class _Call:
 class EnvThreads:
     """Runs each blocking call in a separate thread; idle threads are used again.
 
-    There is no queue: as many calls run as are asked for, up to `max_threads`. `abandoned` is
-    the number of threads that hang in a call that nobody waits for any more; past
+    No call waits for another to end: as many run as are asked for, up to `max_threads`.
+    `abandoned` is the number of threads that hang in a call that nobody waits for any more; past
     `max_abandoned`, calls are refused. Any thread's event loop may use it.
     """
 
@@ -62,9 +68,12 @@ class EnvThreads:
         self.max_threads = max_threads
         self.max_abandoned = max_abandoned
         self._lock = threading.Lock()
-        self._idle: list[SimpleQueue[_Call]] = []
+        self._waiting: deque[_Call] = deque()
+        self._idle: list[SimpleQueue[None]] = []  # what each idle thread is woken by
+        self._one_is_woken = False
         self._answered: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
-        self._running = 0
+        self._threads = 0
+        self._calls = 0
         self._abandoned = 0
 
     @property
@@ -112,20 +121,17 @@ class EnvThreads:
                     f"deadline (limit {self.max_abandoned}). Find out why they hang; for an "
                     'environment, isolation = "process" makes it killable'
                 )
-            if self._idle:
-                inbox = self._idle.pop()
-            else:
-                if self._running >= self.max_threads:
+            if self._calls == self._threads:
+                if self._threads >= self.max_threads:
                     raise NoThreadError(
-                        f"{whom} was not called: {self._running} worker threads are busy "
+                        f"{whom} was not called: {self._threads} worker threads are busy "
                         f"(limit {self.max_threads}); lower the number of concurrent episodes"
                     )
-                inbox = SimpleQueue()
-                threading.Thread(
-                    target=self._work, args=(inbox,), name="ludic-env", daemon=True
-                ).start()
-                self._running += 1  # only now: where no thread can be started, none is running
-        inbox.put(call)
+                threading.Thread(target=self._work, name="ludic-env", daemon=True).start()
+                self._threads += 1  # only now: where no thread can be started, none is running
+            self._calls += 1
+            self._waiting.append(call)
+            self._wake_one()
 
     def _give_up_unless_finished(self, call: _Call, on_return: Callable[[], None] | None) -> bool:
         with self._lock:
@@ -135,26 +141,51 @@ class EnvThreads:
             self._abandoned += 1
             return True
 
-    def _work(self, inbox: SimpleQueue[_Call]) -> None:
+    def _work(self) -> None:
+        bell: SimpleQueue[None] = SimpleQueue()
         while True:
-            call = inbox.get()
+            call = self._next_call(bell)
             try:
                 call.result = call.context.run(call.fn)
             except BaseException as error:  # also SystemExit: it must end the episode only
                 call.error = error
+            self._finish(call)
+            del call  # an idle thread keeps nothing alive
+
+    def _next_call(self, bell: SimpleQueue[None]) -> _Call:
+        woken = False
+        while True:
             with self._lock:
-                call.finished = True
-                on_return = call.on_return
-                if on_return is None:
-                    self._idle.append(inbox)
-                    answered = self._answered_in(call.loop)
-                    answered.append(call)
-            if on_return is not None:
-                self._leave(on_return)
-                return
-            if answered[0] is call:
-                self._wake(call.loop)
-            del call, answered
+                if woken:
+                    self._one_is_woken = False
+                if self._waiting:
+                    call = self._waiting.popleft()
+                    self._wake_one()
+                    return call
+                self._idle.append(bell)
+            bell.get()
+            woken = True
+
+    def _wake_one(self) -> None:
+        if self._waiting and self._idle and not self._one_is_woken:
+            self._one_is_woken = True
+            self._idle.pop().put(None)
+
+    def _finish(self, call: _Call) -> None:
+        with self._lock:
+            call.finished = True
+            if call.on_return is None:
+                self._calls -= 1
+                answered = self._answered_in(call.loop)
+                answered.append(call)
+        if call.on_return is not None:
+            with suppress(BaseException):  # the episode failed already; nobody is left to be told
+                call.on_return()
+            with self._lock:
+                self._calls -= 1
+                self._abandoned -= 1
+        elif answered[0] is call:
+            self._wake(call.loop)
 
     def _answered_in(self, loop: asyncio.AbstractEventLoop) -> list[_Call]:
         """What the loop has not seen yet. What one has not seen when it is closed, it never will:
@@ -179,13 +210,6 @@ class EnvThreads:
         for call in answered:
             if not call.waiter.done():
                 call.waiter.set_result(None)
-
-    def _leave(self, on_return: Callable[[], None]) -> None:
-        with suppress(BaseException):  # the episode failed already; nobody is left to be told
-            on_return()
-        with self._lock:
-            self._abandoned -= 1
-            self._running -= 1
 
 
 _shared = EnvThreads()
