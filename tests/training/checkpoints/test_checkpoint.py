@@ -77,7 +77,9 @@ def test_a_resumed_run_is_the_same_to_the_bit(
     assert resumed.version == resumed.step == 5
 
 
-def test_a_checkpoint_that_is_saved_while_the_adapter_is_off_is_this_models(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_saved_while_the_adapter_is_off_is_this_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With `overlap`, a reference may be read without the adapter at that moment."""
     adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
     trainer = make(tmp_path, model=adapted, every=1)
@@ -88,7 +90,7 @@ def test_a_checkpoint_that_is_saved_while_the_adapter_is_off_is_this_models(tmp_
         with adapted.disable_adapter():
             await save()
 
-    trainer._save = save_without_adapter
+    monkeypatch.setattr(trainer, "_save", save_without_adapter)
     run(trainer, 1)
     manifest = json.loads((tmp_path / "ck/step-00000001/manifest.json").read_text())
     assert manifest["fingerprint"] == named
