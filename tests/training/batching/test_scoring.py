@@ -136,6 +136,16 @@ def adapted() -> Any:
     return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
 
 
+async def test_what_is_frozen_of_an_adapter_stays_frozen_where_its_base_scores() -> None:
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    await LocalScores(model, without_adapter=True).logprobs([make_item(5, 5)])
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2
+    assert all("lora_B" in name for name in trained)
+
+
 @pytest.mark.parametrize("routed", [False, True])
 def test_the_base_of_the_trained_model_is_no_reference_for_batches_that_are_made_ahead(
     tmp_path: Path, routed: bool

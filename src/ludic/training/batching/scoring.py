@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -70,8 +71,8 @@ class LocalScores:
         self._recovery = Recovery(self.policy, world, micro_token_budget)
         self.without_adapter = without_adapter
         self._checked = 0
-        self._adapter_off: Callable[[], Any] = (
-            model.disable_adapter if without_adapter else nullcontext  # type: ignore[assignment]
+        self._adapter_off: Callable[[], AbstractContextManager[Any]] = (
+            partial(_adapter_off, model) if without_adapter else nullcontext
         )
         self._check(_USUAL_LENGTH)
 
@@ -114,6 +115,19 @@ class LocalScores:
         )
         with self._adapter_off():
             return score_layout(self._recovery, layout, [(m, True) for m in plan if m])
+
+
+@contextmanager
+def _adapter_off(model: Any) -> Iterator[None]:
+    """PEFT's own, behind which parts of the adapter that were frozen are trained again."""
+    parameters = list(model.parameters())
+    trained = [parameter.requires_grad for parameter in parameters]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for parameter, was_trained in zip(parameters, trained, strict=True):
+            parameter.requires_grad_(was_trained)
 
 
 @dataclass(frozen=True, slots=True)
