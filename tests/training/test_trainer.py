@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -99,6 +99,31 @@ def test_neither_micro_batches_nor_order_nor_recomputation_change_a_step(
     assert_same(whole, train(batch, recomputed, make(), 2)[0])
     start = dict(tiny_model().double().named_parameters())
     assert any(not torch.allclose(whole[n], start[n]) for n in whole)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_step_keeps_what_another_trainer_of_the_model_has_done(
+    tmp_path: Path, device: Literal["cpu"] | None
+) -> None:
+    """Both have float32 masters of the bfloat16 weights."""
+    model, batch = tiny_model().bfloat16(), Fixed(synthetic_batch(0))
+    first, second = (
+        Trainer(
+            model=model,
+            algo=reinforce(),
+            batch_source=batch,
+            cfg=config(tmp_path, learning_rate=rate, max_lag=None, optimizer_device=device),
+        )
+        for rate in (1e-1, 1e-9)
+    )
+    for _ in range(2):
+        first.train_sync(1)
+        trained = {n: p.detach().clone() for n, p in model.named_parameters()}
+        second.train_sync(1)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter, trained[name], rtol=1e-2, atol=1e-6)
+    for trainer in (first, second):
+        trainer.close()
 
 
 async def test_the_example_loop_publishes_every_version_once(tmp_path: Path) -> None:

@@ -228,6 +228,7 @@ class Trainer:
 
     async def _train_step(self) -> Metrics:
         await self.start()
+        await self._run(self.optimizer.follow_weights)
         clock = self.perf.clock()
         self._states_before_ahead = None
         batch = await self._next_batch()
