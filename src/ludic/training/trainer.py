@@ -102,8 +102,14 @@ class Trainer:
             source = SamplingAhead(source, self._published)
         if source is not None and source.works_ahead and source.changes(model):
             raise ConfigError(
-                "the next batch would be scored with the adapter of the trained model off, while "
-                "the model is trained: turn `overlap` off, or give LocalScores a model of its own"
+                "the next batch would be scored with the trained model, or its base, while it is "
+                "trained: turn `overlap` off, or give LocalScores a model of its own"
+            )
+        if source is not None and cfg.updates_per_batch == 1 and source.refers_to(model):
+            raise ConfigError(
+                "the reference is the trained model itself, so that its KL is always 0: give "
+                "LocalScores a model of its own, such as copy.deepcopy(model) from before the "
+                "training, or without_adapter=True for the base of an adapter"
             )
         self.model, self.source, self.publisher = model, source, publisher
         check_precision(cfg.precision, model, "TrainerConfig")

@@ -297,8 +297,17 @@ class ScoredBatchSource(WrappedSource):
         super().__init__(source)
         self.scorers = scorers
 
-    def changes(self, model: object) -> bool:
-        return super().changes(model) or any(_takes_adapter_off(s, model) for s in self.scorers)
+    def changes(self, model: nn.Module) -> bool:
+        return super().changes(model) or any(_scores_with(model, s) for s in self.scorers)
+
+    def refers_to(self, model: nn.Module) -> bool:
+        references = [s.reference for s in self.scorers if isinstance(s, ReferenceScorer)]
+        return super().refers_to(model) or any(
+            type(scores) is LocalScores
+            and not scores.without_adapter
+            and _scores_with(model, scores)
+            for scores in references
+        )
 
     async def next_batch(self) -> SAWBatch:
         """The next batch of the wrapped source, with its scores."""
@@ -308,13 +317,15 @@ class ScoredBatchSource(WrappedSource):
         return batch
 
 
-def _takes_adapter_off(part: object, model: object) -> bool:
-    """Whether a scorer, or what it scores with, turns off an adapter of `model`."""
+def _scores_with(model: nn.Module, part: object) -> bool:
+    """Whether a scorer, or what it scores with, has all that is trained of `model`: PEFT puts an
+    adapter into the very layers of the base that it was given."""
     match part:
         case LocalScores():
-            return part.without_adapter and part.policy.model is model
+            scoring = set(map(id, part.policy.model.parameters()))
+            return all(id(p) in scoring for p in model.parameters() if p.requires_grad)
         case ReferenceScorer(scores) | TeacherScorer(scores):
-            return _takes_adapter_off(scores, model)
+            return _scores_with(model, scores)
         case RoutedScores(models):
-            return any(_takes_adapter_off(scores, model) for scores in models.values())
+            return any(_scores_with(model, scores) for scores in models.values())
     return False
