@@ -129,7 +129,7 @@ def test_a_step_keeps_what_another_trainer_of_the_model_has_done(
 def adapt(model: torch.nn.Module) -> None:
     from peft import LoraConfig, get_peft_model
 
-    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))  # type: ignore[arg-type]
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
 
 
 @pytest.mark.parametrize("change", [lambda m: m.requires_grad_(True), adapt])
