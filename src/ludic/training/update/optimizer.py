@@ -116,7 +116,8 @@ class MasterAdamW:
 
     def follow_weights(self) -> None:
         """`take_weights`, where anybody has written to a weight since the last step: a step would
-        undo that. What is written through `.data` is not seen after the first step."""
+        undo that. After the first step torch does not count, so that it is not seen, what is
+        written through `.data` or, by anybody but a trainer, to a sharded weight."""
         if self._versions() != self._written:
             self.take_weights()
             self._written = self._versions()
