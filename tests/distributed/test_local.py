@@ -30,6 +30,9 @@ class Client:
         yield
         self.held -= 1
 
+    def samples_from(self, model: torch.nn.Module) -> bool:
+        return True
+
     async def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
     ) -> str:
@@ -74,6 +77,21 @@ async def test_the_real_engine_takes_versions_and_pauses() -> None:
             pass
         await publisher.publish({}, 4)
         assert await client.get_policy_version() == 4
+
+
+async def test_a_client_that_no_update_would_reach_is_refused() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    adapter, model = LoraConfig(r=2, target_modules=["q_proj"]), tiny_model()
+    async with LocalChatClient(model, tiny_tokenizer(), max_slots=2) as client:
+        publisher = LocalPolicyPublisher(client)
+        await publisher.publish(ModelWeights(model), 1)
+        later = get_peft_model(model, adapter)
+        for other in (tiny_model(), later):
+            with pytest.raises(PublishError, match="does not sample from the module"):
+                await publisher.publish(ModelWeights(other), 2)
+    async with LocalChatClient(later, tiny_tokenizer(), max_slots=2) as client:
+        await LocalPolicyPublisher(client).publish(ModelWeights(later), 2)
 
 
 async def test_naming_shared_weights_holds_up_no_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,13 @@ def test_rollouts_of_a_group_count_as_one_group() -> None:
     assert (batch.counts.rollouts, batch.counts.groups) == (3, 2)
 
 
+def test_two_rollouts_of_one_name_are_not_counted_as_one() -> None:
+    maths, again, code = ({"env": env, "total_reward": 1.0} for env in ("maths", "maths", "code"))
+    make_batch([item(meta=maths), item(meta=again)])  # one that forked
+    with pytest.raises(BatchError, match=r"both called 'r': .*'maths'.*'code'"):
+        make_batch([item(meta=maths), item(meta=code)])
+
+
 @pytest.mark.parametrize("mask", ["action_mask", "attention_mask"])
 def test_a_mask_of_the_wrong_length_is_refused(mask: str) -> None:
     with pytest.raises(BatchError, match=rf"item 0 \(rollout 'r'\): {mask} has 3 entries for 4"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -99,6 +99,77 @@ def test_neither_micro_batches_nor_order_nor_recomputation_change_a_step(
     assert_same(whole, train(batch, recomputed, make(), 2)[0])
     start = dict(tiny_model().double().named_parameters())
     assert any(not torch.allclose(whole[n], start[n]) for n in whole)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_step_keeps_what_another_trainer_of_the_model_has_done(
+    tmp_path: Path, device: Literal["cpu"] | None
+) -> None:
+    """Both have float32 masters of the bfloat16 weights."""
+    model, batch = tiny_model().bfloat16(), Fixed(synthetic_batch(0))
+    first, second = (
+        Trainer(
+            model=model,
+            algo=reinforce(),
+            batch_source=batch,
+            cfg=config(tmp_path, learning_rate=rate, max_lag=None, optimizer_device=device),
+        )
+        for rate in (1e-1, 1e-9)
+    )
+    for _ in range(2):
+        first.train_sync(1)
+        trained = {n: p.detach().clone() for n, p in model.named_parameters()}
+        second.train_sync(1)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter, trained[name], rtol=1e-2, atol=1e-6)
+    for trainer in (first, second):
+        trainer.close()
+
+
+def adapt(model: torch.nn.Module) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("change", [lambda m: m.requires_grad_(True), adapt])
+def test_parameters_that_are_to_be_trained_later_than_the_trainer_was_made_are_refused(
+    tmp_path: Path, change: Callable[[torch.nn.Module], object]
+) -> None:
+    model = tiny_model()
+    model.get_input_embeddings().requires_grad_(False)
+    trainer = Trainer(
+        model=model, algo=reinforce(), batch_source=SyntheticSource(), cfg=config(tmp_path)
+    )
+    trainer.train_sync(1)
+    change(model)
+    with pytest.raises(ConfigError, match="when the trainer was made"):
+        trainer.train_sync(1)
+    trainer.close()
+
+
+class Detached:
+    """A loss that leads to no parameter, and is nothing for a batch that has nothing for it."""
+
+    needs_logits = False
+    scope = "token"
+
+    def compute(self, policy: TokenLogProbs, batch: LossBatch) -> tuple[torch.Tensor, LossStats]:
+        loss = -(policy.logprobs.detach() * batch.weights).sum()
+        return loss * float(batch.versions is not None and batch.versions[0] > 0), {}
+
+
+def test_a_loss_without_a_gradient_ends_the_run(tmp_path: Path) -> None:
+    algo = RLAlgorithm("mine", ConstantCredit(), Detached())  # type: ignore[arg-type]
+    trainer = Trainer(
+        model=tiny_model(), algo=algo, batch_source=SyntheticSource(), cfg=config(tmp_path)
+    )
+    trainer.train_sync(1)
+    with pytest.raises(
+        TrainingError, match=r"'mine' is .* and no trained parameter got a gradient"
+    ):
+        trainer.train_sync(1)
+    trainer.close()
 
 
 async def test_the_example_loop_publishes_every_version_once(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
+from torch import nn
+
 from ludic.distributed.background import BackgroundPublisher
 from ludic.distributed.interfaces import (
     PolicyPublisher,
@@ -26,6 +28,8 @@ from ludic.sharding.world import World
 
 class SharingClient(VersionedClient, Protocol):
     """A client that samples from the trainer's own module."""
+
+    def samples_from(self, model: nn.Module) -> bool: ...
 
     def updating(self) -> AbstractAsyncContextManager[None]: ...
 
@@ -48,6 +52,12 @@ class LocalPolicyPublisher(PolicyPublisher):
         """Stamps `version` on what is sampled from now on. No tensors are passed, since the client
         has them: those of a lazy source may be merged copies, which are not the module's own."""
         start = time.perf_counter()
+        if isinstance(weights, ModelWeights) and not self.client.samples_from(weights.model):
+            raise PublishError(
+                "the client does not sample from the module that is trained, so no update would "
+                "reach it: make the client with that very module, after any adapter was added, or "
+                "use LocalCopyPublisher for a client that has a copy"
+            )
         await self.client.sync_weights({}, version=version)
         await check_version(self.client, version)
         return PublishReport(version, time.perf_counter() - start, verified=True)

@@ -96,7 +96,9 @@ def batch_from_rollouts(
     """
     dropped: Counter[str] = Counter(drops or {})
     kept = group_by_role(settle_groups(rollouts, lost_member, dropped))
+    _check_ids(kept)
     credit = credit_assigner.compute(kept) if kept else {}
+    _check_turns(kept, credit)
     items = build_items(kept, credit, merge=merge, sample_filter=sample_filter, drops=dropped)
     return make_batch(
         items,
@@ -107,6 +109,29 @@ def batch_from_rollouts(
             **(meta or {}),
         },
     )
+
+
+def _check_ids(rollouts: Sequence[Rollout]) -> None:
+    named: dict[str, Rollout] = {}
+    for rollout in rollouts:
+        other = named.setdefault(rollout.id, rollout)
+        if other is not rollout and other != rollout:
+            raise CreditError(
+                f"two rollouts have the id {rollout.id!r}, and credit goes by the id. Are they of "
+                "two runs? Give those of one of them other names: "
+                "rollout.labelled(id=..., group_id=...)"
+            )
+
+
+def _check_turns(rollouts: Sequence[Rollout], credit: Mapping[RolloutStepKey, float]) -> None:
+    turns = {r.id: {step.turn_index for step in r.steps} for r in rollouts}
+    for name, index in credit:
+        if name in turns and index not in turns[name]:
+            raise CreditError(
+                f"there is credit for turn {index} of rollout {name!r}, whose turns are "
+                f"{sorted(turns[name])}: credit goes to turns (`step.turn_index`), and a turn may "
+                "have several steps"
+            )
 
 
 LostMember: TypeAlias = Literal["drop_group", "keep_partial"]

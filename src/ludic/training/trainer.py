@@ -102,8 +102,14 @@ class Trainer:
             source = SamplingAhead(source, self._published)
         if source is not None and source.works_ahead and source.changes(model):
             raise ConfigError(
-                "the next batch would be scored with the adapter of the trained model off, while "
-                "the model is trained: turn `overlap` off, or give LocalScores a model of its own"
+                "the next batch would be scored with the trained model, or its base, while it is "
+                "trained: turn `overlap` off, or give LocalScores a model of its own"
+            )
+        if source is not None and cfg.updates_per_batch == 1 and source.refers_to(model):
+            raise ConfigError(
+                "the reference is the trained model itself, so that its KL is always 0: give "
+                "LocalScores a model of its own, such as copy.deepcopy(model) from before the "
+                "training, or without_adapter=True for the base of an adapter"
             )
         self.model, self.source, self.publisher = model, source, publisher
         check_precision(cfg.precision, model, "TrainerConfig")
@@ -228,6 +234,8 @@ class Trainer:
 
     async def _train_step(self) -> Metrics:
         await self.start()
+        self._check_trained()
+        await self._run(self.optimizer.follow_weights)
         clock = self.perf.clock()
         self._states_before_ahead = None
         batch = await self._next_batch()
@@ -269,6 +277,12 @@ class Trainer:
                 self._skip(batch, line)
                 skipped.append(line)
                 continue
+            if line["train/loss"] and not self.optimizer.gradients():
+                raise TrainingError(
+                    f"the loss of {self.algo.name!r} is {line['train/loss']:.3g}, and no trained "
+                    "parameter got a gradient of it: look for a `detach()` or `no_grad()` in the "
+                    "loss, or an adapter that is turned off"
+                )
             lines.append(line)
             if not self._moved and self.publisher and self.publisher.shares_weights:
                 await self._settle()  # the next batch must be sampled under the present policy
@@ -311,6 +325,18 @@ class Trainer:
         for callback in self.callbacks:
             callback(self.step, metrics)
         return metrics
+
+    def _check_trained(self) -> None:
+        """Refuses parameters that the optimizer, made with the trainer, does not know."""
+        known = set(map(id, self.optimizer.parameters.values()))
+        named = self.model.named_parameters()
+        new = [name for name, p in named if p.requires_grad and id(p) not in known]
+        if new:
+            raise ConfigError(
+                f"{len(new)} parameters require a gradient that did not when the trainer was made, "
+                f"so they would not be trained: {', '.join(new[:3])}. Add or unfreeze parameters "
+                "first, then make the trainer"
+            )
 
     async def _next_batch(self) -> SAWBatch:
         for _ in range(_MOST_LOSSES):

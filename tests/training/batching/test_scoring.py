@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
-from ludic.training import Trainer, TrainerConfig, make_reinforce
+from ludic.training import ReplayBufferSource, Trainer, TrainerConfig, make_reinforce
 from ludic.training.batching.scoring import (
     ClientScores,
     LocalScores,
@@ -136,6 +137,16 @@ def adapted() -> Any:
     return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
 
 
+async def test_what_is_frozen_of_an_adapter_stays_frozen_where_its_base_scores() -> None:
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    await LocalScores(model, without_adapter=True).logprobs([make_item(5, 5)])
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 2
+    assert all("lora_B" in name for name in trained)
+
+
 @pytest.mark.parametrize("routed", [False, True])
 def test_the_base_of_the_trained_model_is_no_reference_for_batches_that_are_made_ahead(
     tmp_path: Path, routed: bool
@@ -152,8 +163,30 @@ def test_the_base_of_the_trained_model_is_no_reference_for_batches_that_are_made
 
     train_with(model, overlap=False)
     train_with(another, overlap=True)
-    with pytest.raises(ConfigError, match="with the adapter of the trained model off"):
+    with pytest.raises(ConfigError, match="with the trained model, or its base, while"):
         train_with(model, overlap=True)
+
+
+def test_the_trained_model_is_no_reference_for_itself(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny_model()
+    apart = copy.deepcopy(base)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+
+    def train_with(scores: LocalScores, **settings: Any) -> None:
+        source = ReplayBufferSource(ScoredBatchSource(Silent(), [ReferenceScorer(scores)]))
+        cfg = TrainerConfig(run_dir=tmp_path, **settings)
+        Trainer(model=model, algo=make_reinforce(), batch_source=source, cfg=cfg).close()
+
+    train_with(LocalScores(apart), overlap=True)
+    train_with(LocalScores(model, without_adapter=True))
+    for itself in (model, base):  # PEFT puts the adapter into the base
+        train_with(LocalScores(itself), epochs=2)  # a trust region around each batch's policy
+        with pytest.raises(ConfigError, match="its KL is always 0"):
+            train_with(LocalScores(itself))
+        with pytest.raises(ConfigError, match="while it is trained"):
+            train_with(LocalScores(itself), overlap=True)
 
 
 async def test_the_adapter_is_on_again_for_whoever_gives_up(

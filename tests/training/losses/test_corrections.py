@@ -148,9 +148,9 @@ def test_bounds_of_a_correction_belong_to_it() -> None:
 
 
 def test_the_widest_scope_is_asked_for_and_a_baseline_inside_is_kept() -> None:
-    turn = CorrectedLoss(CISPOLoss(), MaskedImportance(level="turn"))
-    assert turn.scope == "turn"
-    assert CorrectedLoss(turn, TruncatedImportance(level="rollout")).scope == "rollout"
+    turn, rollout = MaskedImportance(level="turn"), TruncatedImportance(level="rollout")
+    assert CorrectedLoss(CISPOLoss(), turn).scope == "turn"
+    assert CorrectedLoss(CISPOLoss(), turn, rollout).scope == "rollout"
     loss = CorrectedLoss(ReinforceBaselineLoss(), TruncatedImportance())
     assert RLAlgorithm("mine", MonteCarloReturn(), loss).preprocess is not None
 
@@ -162,6 +162,9 @@ def test_bad_settings_and_missing_log_probs_are_refused() -> None:
         MaskedImportance(2.0, 1.0)
     with pytest.raises(ConfigError, match="at least one correction"):
         CorrectedLoss(CISPOLoss())
+    inner = CompositeLoss((1.0, CorrectedLoss(CISPOLoss(), MaskedImportance())))
+    with pytest.raises(ConfigError, match="give all the corrections to one"):
+        CorrectedLoss(inner, TruncatedImportance())
     policy, batch = loss_inputs([Token(-1.0, -1.0, 1.0, 0, 0, 0)])
     loss = CorrectedLoss(
         TokenClippedSurrogateLoss(aggregation=SequenceMean()), TruncatedImportance()

@@ -97,6 +97,11 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_trainers_of_one_process_have_folders_of_their_own() -> None:
+    first, second = (MetricLog([], None, "run").folder for _ in range(2))
+    assert first != second
+
+
 def test_the_console_shows_chosen_metrics_and_every_evaluation() -> None:
     stream = io.StringIO()
     logger = ConsoleLogger(every=2, stream=stream)

@@ -14,10 +14,9 @@ from msgspec.structs import replace
 
 from ludic.errors import BatchError, CreditError
 from ludic.inference.tiny import tiny_model
-from ludic.saw.batch import make_batch
+from ludic.saw.batch import count_items, make_batch
 from ludic.saw.items import (
     UNKNOWN_VERSION,
-    BatchCounts,
     SampleAttachments,
     SAWBatch,
     SAWItem,
@@ -274,7 +273,7 @@ def test_ids_that_sampling_kept_are_those_of_each_token_and_none_means_all() -> 
 
 
 def bad(item: SAWItem, **changes: object) -> SAWBatch:
-    return SAWBatch((replace(item, **changes),), BatchCounts(1, 1, 1, 1))
+    return SAWBatch((replace(item, **changes),), count_items([item]))
 
 
 def test_bad_samples_are_named() -> None:
@@ -322,6 +321,13 @@ def test_bad_samples_are_named() -> None:
 
 
 VOCAB_END = 10_000
+
+
+def test_a_batch_that_was_given_other_items_and_not_counted_again_is_refused() -> None:
+    batch = synthetic_batch(2, 4)
+    with pytest.raises(BatchError, match=r"rollouts=4.*rollouts=2.*make_batch"):
+        lay_out(replace(batch, items=batch.items[:2]))
+    lay_out(make_batch(batch.items[:2], batch.meta))
 
 
 @pytest.mark.parametrize("name", ["behavior_logprobs", "reference_logprobs", "teacher_logprobs"])

@@ -98,6 +98,7 @@ class LocalChatClient:
         check_adapters(model)
         check_precision(precision, model, "LocalChatClient")
         self._model = base_causal_lm(model)
+        self._sampled = frozenset(map(id, self._model.parameters()))
         self._shadow = Shadow(self._model) if precision == "mixed" else None
         with float32_products(precision):
             self._scheduler = build_scheduler(
@@ -206,6 +207,11 @@ class LocalChatClient:
         return self._thread.version
 
     # Weights
+
+    def samples_from(self, model: nn.Module) -> bool:
+        """Whether all that is trained of `model` is in what this was made with: no copy of it, and
+        no adapter that was put into it later."""
+        return all(id(p) in self._sampled for p in model.parameters() if p.requires_grad)
 
     def set_version(self, version: int) -> None:
         """Names the weights as they are now; raises `PublishError` for a version that goes back.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ludic.saw.items import SAWBatch
 from ludic.training.batching.source import (
@@ -14,6 +14,9 @@ from ludic.training.batching.source import (
     WorksAhead,
     as_source,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class WrappedSource(BatchSource):
@@ -25,8 +28,11 @@ class WrappedSource(BatchSource):
         self.algorithm = self.source.algorithm
         self.waits_for_publish = self.source.waits_for_publish
 
-    def changes(self, model: object) -> bool:
+    def changes(self, model: nn.Module) -> bool:
         return self.source.changes(model)
+
+    def refers_to(self, model: nn.Module) -> bool:
+        return self.source.refers_to(model)
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"source": self.source.state_dict()}

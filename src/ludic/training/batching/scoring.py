@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -70,8 +71,8 @@ class LocalScores:
         self._recovery = Recovery(self.policy, world, micro_token_budget)
         self.without_adapter = without_adapter
         self._checked = 0
-        self._adapter_off: Callable[[], Any] = (
-            model.disable_adapter if without_adapter else nullcontext  # type: ignore[assignment]
+        self._adapter_off: Callable[[], AbstractContextManager[Any]] = (
+            partial(_adapter_off, model) if without_adapter else nullcontext
         )
         self._check(_USUAL_LENGTH)
 
@@ -114,6 +115,19 @@ class LocalScores:
         )
         with self._adapter_off():
             return score_layout(self._recovery, layout, [(m, True) for m in plan if m])
+
+
+@contextmanager
+def _adapter_off(model: Any) -> Iterator[None]:
+    """PEFT's own, behind which parts of the adapter that were frozen are trained again."""
+    parameters = list(model.parameters())
+    trained = [parameter.requires_grad for parameter in parameters]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for parameter, was_trained in zip(parameters, trained, strict=True):
+            parameter.requires_grad_(was_trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +297,17 @@ class ScoredBatchSource(WrappedSource):
         super().__init__(source)
         self.scorers = scorers
 
-    def changes(self, model: object) -> bool:
-        return super().changes(model) or any(_takes_adapter_off(s, model) for s in self.scorers)
+    def changes(self, model: nn.Module) -> bool:
+        return super().changes(model) or any(_scores_with(model, s) for s in self.scorers)
+
+    def refers_to(self, model: nn.Module) -> bool:
+        references = [s.reference for s in self.scorers if isinstance(s, ReferenceScorer)]
+        return super().refers_to(model) or any(
+            type(scores) is LocalScores
+            and not scores.without_adapter
+            and _scores_with(model, scores)
+            for scores in references
+        )
 
     async def next_batch(self) -> SAWBatch:
         """The next batch of the wrapped source, with its scores."""
@@ -294,13 +317,15 @@ class ScoredBatchSource(WrappedSource):
         return batch
 
 
-def _takes_adapter_off(part: object, model: object) -> bool:
-    """Whether a scorer, or what it scores with, turns off an adapter of `model`."""
+def _scores_with(model: nn.Module, part: object) -> bool:
+    """Whether a scorer, or what it scores with, has all that is trained of `model`: PEFT puts an
+    adapter into the very layers of the base that it was given."""
     match part:
         case LocalScores():
-            return part.without_adapter and part.policy.model is model
+            scoring = set(map(id, part.policy.model.parameters()))
+            return all(id(p) in scoring for p in model.parameters() if p.requires_grad)
         case ReferenceScorer(scores) | TeacherScorer(scores):
-            return _takes_adapter_off(scores, model)
+            return _scores_with(model, scores)
         case RoutedScores(models):
-            return any(_takes_adapter_off(scores, model) for scores in models.values())
+            return any(_scores_with(model, scores) for scores in models.values())
     return False

@@ -20,6 +20,8 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.workers.deadlines import bounded
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ludic.sharding.world import World
     from ludic.training.config import TrainerConfig
 
@@ -68,9 +70,14 @@ class BatchSource(ABC):
     """Whether a batch is begun only when the trainer's policy is published. False: its samples are
     stored, or it says itself which policy each request needs."""
 
-    def changes(self, model: object) -> bool:
-        """Whether `model` is another one while a batch is made, such as one without its adapter:
-        then nobody may train on it meanwhile."""
+    def changes(self, model: nn.Module) -> bool:
+        """Whether `model` itself, or its base, scores a batch while it is made: then nobody may
+        train it meanwhile."""
+        return False
+
+    def refers_to(self, model: nn.Module) -> bool:
+        """Whether the reference of a batch is `model` as it is then: a first update on the batch
+        is at no distance from it."""
         return False
 
     @abstractmethod

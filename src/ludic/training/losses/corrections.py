@@ -25,7 +25,7 @@ from ludic.plumbing.arguments import nearest
 from ludic.training.losses.aggregation import sequences
 from ludic.training.losses.composite import SCOPES, LossOfParts, widest
 from ludic.training.losses.policy_ratio import check_bounds, exp_bounded, mean_over
-from ludic.training.types import Loss, LossBatch, LossStats, Scope, Stat, TokenLogProbs
+from ludic.training.types import Loss, LossBatch, LossStats, Scope, Stat, TokenLogProbs, parts_of
 
 Mean = Literal["product", "geometric"]
 
@@ -135,6 +135,11 @@ class CorrectedLoss(LossOfParts):
         if not corrections:
             raise ConfigError(
                 "CorrectedLoss needs at least one correction, such as TruncatedImportance()"
+            )
+        if any(isinstance(part, CorrectedLoss) for part in parts_of(loss)):
+            raise ConfigError(
+                "a CorrectedLoss inside another would correct nothing, since its behaviour policy "
+                "is the outer one's proximal: give all the corrections to one CorrectedLoss"
             )
         super().__init__(loss)
         self.loss, self.corrections = loss, corrections

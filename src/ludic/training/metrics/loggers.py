@@ -3,6 +3,7 @@ to, which no logger can stop."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -283,6 +284,10 @@ _log = logging.getLogger("ludic.training")
 MAX_FAILURES = 3
 
 
+_numbers = itertools.count()
+"""Tell the folders of trainers apart that one process makes within a second."""
+
+
 class MetricLog:
     """Gives metrics to every logger, and always to `metrics.jsonl` in the run's folder.
 
@@ -299,7 +304,8 @@ class MetricLog:
         writes: bool = True,
     ) -> None:
         if run_dir is None:
-            run_dir = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+            now = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+            run_dir = Path("runs") / f"{now}-{next(_numbers)}"
         self.folder, self.writes = Path(run_dir), writes
         self.jsonl = JSONLLogger(self.folder / "metrics.jsonl")
         self._loggers: list[Logger] = [self.jsonl, *loggers] if writes else []

@@ -183,6 +183,7 @@ class HostAdamW(MasterAdamW):
                 left[number % slots] = self._way_out.mark()
         compute.finish()  # engines in other threads may sample now
         self._ring = torch.empty(0)
+        self._written = self._versions()
         self.zero_grad()
 
     def _make_ring(self) -> None:

@@ -54,6 +54,7 @@ class MasterAdamW:
         if not self.parameters:
             raise ConfigError("the model has no parameter that requires a gradient")
         self._seed, self._told = cfg.seed, False
+        self._written: list[int] = []  # the weights' versions, as the last step left them
         self._narrow = {id(p): name for name, p in self.parameters.items() if is_narrow(p)}
         self._sums: dict[str, Tensor] = {}  # gradients of the narrow ones, in float32
         self._make_room()
@@ -112,6 +113,17 @@ class MasterAdamW:
             own = own_rows(master).to(rows.dtype)
             if master is not parameter and not torch.equal(own, rows):
                 master.copy_(dithered(parameter, self._key(name)))
+
+    def follow_weights(self) -> None:
+        """`take_weights`, where anybody has written to a weight since the last step: a step would
+        undo that. After the first step torch does not count, so that it is not seen, what is
+        written through `.data` or, by anybody but a trainer, to a sharded weight."""
+        if self._versions() != self._written:
+            self.take_weights()
+            self._written = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [own_rows(parameter)._version for parameter in self.parameters.values()]
 
     def product_sums(self) -> ProductSums:
         """For one pass: lets products add to gradients in float32, where autograd would round each
@@ -205,6 +217,7 @@ class MasterAdamW:
                 for tensors in (self.parameters, self.masters)
             )
             torch._foreach_copy_(rows, masters)
+        self._written = self._versions()
         self.zero_grad()
 
     def _make_moments(self) -> None:

@@ -163,7 +163,7 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
         own = weights[start:end] if own is None else np.asarray(own, dtype=np.float32)
         turns = turn_ids[start:end]
         packed.append(PackedItem(ids, actions, own, turns, rollout_ids[i], group_ids[i]))
-    return Layout(
+    layout = Layout(
         items,
         tuple(packed),
         RowOrder.of([p.input_ids for p in packed]),
@@ -172,6 +172,13 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
         np.bincount(group_ids, counts).astype(np.int64),
         batch.counts,
     )
+    lengths = (layout.turn_lengths, layout.rollout_lengths, layout.group_lengths)
+    if (found := BatchCounts(sum(counts), *map(len, lengths))) != batch.counts:
+        raise BatchError(
+            f"the batch says {batch.counts}, by which losses are divided, and its items are "
+            f"{found}: make a batch of other items with make_batch(items, batch.meta)"
+        )
+    return layout
 
 
 def _numbered(keys: Iterable[Hashable]) -> list[int]:
