@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -173,12 +174,18 @@ def test_looking_at_the_pieces_changes_no_bit() -> None:
 
 
 def test_callbacks_see_every_update_and_may_stop_the_run() -> None:
-    seen: list[Update] = []
+    seen, awaited = list[Update](), list[Update]()
+
+    async def see(update: Update) -> None:
+        await asyncio.sleep(0)
+        awaited.append(update)
+
     sft = {"teacher": teacher, "examples": 4, "steps": 1, "batch_size": 4}
-    run = ludic.Run(Letters, **small(sft=sft, steps=50, out="run"), callbacks=[seen.append])
+    run = ludic.Run(Letters, **small(sft=sft, steps=50, out="run"), callbacks=[seen.append, see])
     run.callbacks.append(lambda u: run.stop() if (u.stage, u.step) == ("rl", 2) else None)
     run.go()
     assert [(update.stage, update.step) for update in seen] == [("sft", 1), ("rl", 1), ("rl", 2)]
+    assert awaited == seen
     assert seen[-1].metrics["train/step"] == 2
     assert run.stopped
     assert list(run.report.stages) == ["before", "after_sft"]

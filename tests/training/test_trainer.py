@@ -132,20 +132,32 @@ def adapt(model: torch.nn.Module) -> None:
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
 
 
-@pytest.mark.parametrize("change", [lambda m: m.requires_grad_(True), adapt])
+@pytest.mark.parametrize(
+    ("change", "steps"),
+    [(lambda m: m.requires_grad_(True), 1), (lambda m: m.requires_grad_(True), 0), (adapt, 0)],
+)
 def test_parameters_that_are_to_be_trained_later_than_the_trainer_was_made_are_refused(
-    tmp_path: Path, change: Callable[[torch.nn.Module], object]
+    tmp_path: Path, change: Callable[[torch.nn.Module], object], steps: int
 ) -> None:
     model = tiny_model()
     model.get_input_embeddings().requires_grad_(False)
     trainer = Trainer(
         model=model, algo=reinforce(), batch_source=SyntheticSource(), cfg=config(tmp_path)
     )
-    trainer.train_sync(1)
+    if steps:
+        trainer.train_sync(steps)
     change(model)
     with pytest.raises(ConfigError, match="when the trainer was made"):
         trainer.train_sync(1)
     trainer.close()
+
+
+def test_the_algorithm_of_a_trainer_stays(tmp_path: Path) -> None:
+    trainer: Any = Trainer(
+        model=tiny_model(), algo=reinforce(), batch_source=SyntheticSource(), cfg=config(tmp_path)
+    )
+    with pytest.raises(AttributeError):  # the passes would go on with the loss of the first one
+        trainer.algo = reinforce()
 
 
 class Detached:

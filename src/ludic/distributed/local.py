@@ -44,6 +44,7 @@ class LocalPolicyPublisher(PolicyPublisher):
 
     def __init__(self, client: SharingClient) -> None:
         self.client = client
+        self._model: nn.Module | None = None  # the module that the client was seen to sample from
 
     def updating(self) -> AbstractAsyncContextManager[None]:
         return self.client.updating()
@@ -52,12 +53,14 @@ class LocalPolicyPublisher(PolicyPublisher):
         """Stamps `version` on what is sampled from now on. No tensors are passed, since the client
         has them: those of a lazy source may be merged copies, which are not the module's own."""
         start = time.perf_counter()
-        if isinstance(weights, ModelWeights) and not self.client.samples_from(weights.model):
-            raise PublishError(
-                "the client does not sample from the module that is trained, so no update would "
-                "reach it: make the client with that very module, after any adapter was added, or "
-                "use LocalCopyPublisher for a client that has a copy"
-            )
+        if isinstance(weights, ModelWeights) and weights.model is not self._model:
+            if not self.client.samples_from(weights.model):
+                raise PublishError(
+                    "the client does not sample from the module that is trained, so no update "
+                    "would reach it: make the client with that very module, after any adapter was "
+                    "added, or use LocalCopyPublisher for a client that has a copy"
+                )
+            self._model = weights.model
         await self.client.sync_weights({}, version=version)
         await check_version(self.client, version)
         return PublishReport(version, time.perf_counter() - start, verified=True)

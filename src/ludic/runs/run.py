@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -76,7 +77,7 @@ class Run:
     run file names a part, an object will do. `Run(…)` checks and assembles, `go()` starts; between
     the two, `model`, `tokenizer`, `client`, `publisher`, `algorithm`, `source`, `trainer`,
     `loggers`, `callbacks` and `folder` can be looked at and replaced. A callback is called with
-    an `Update` after every one.
+    an `Update` after every one, and awaited if it is async.
     """
 
     callbacks: list[Callable[[Update], object]]
@@ -436,11 +437,12 @@ class Run:
             warn(f"update {step}: {sentence}")
         return report.metrics()
 
-    def _updated(self, stage: Stage, step: int, metrics: Mapping[str, float]) -> None:
+    async def _updated(self, stage: Stage, step: int, metrics: Mapping[str, float]) -> None:
         """Tells the callbacks of an update, and warns once of each sign that the reinforcement
         does not learn."""
         if stage == "rl":
             for sentence in self.watch.take(metrics):
                 warn(f"update {step}: {sentence}")
         for callback in self.callbacks:
-            callback(Update(stage, step, metrics))
+            if inspect.isawaitable(told := callback(Update(stage, step, metrics))):
+                await told
