@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runti
 import numpy as np
 from numpy.typing import NDArray
 
-from ludic.errors import CreditError, NotTrainableError
+from ludic.errors import BatchError, CreditError, NotTrainableError
 from ludic.plumbing.records import Numbers
 from ludic.saw.batch import make_batch
 from ludic.saw.filters import Sample, SampleFilter
@@ -182,12 +182,20 @@ def build_items(
     Turns of failed rollouts ("rollout_error"), without credit ("no_credit"), without a sampled
     token ("no_tokens") or that the filter drops are left out and counted, in turns, in `drops`.
 
-    Raises `CreditError` for a weight that is not finite, and `NotTrainableError` for a call
-    without token ids or with sampling settings that cannot be trained on.
+    Raises `CreditError` for a weight that is not finite, `NotTrainableError` for a call without
+    token ids or with sampling settings that cannot be trained on, and `BatchError` for two rollouts
+    of one id: credit is by id.
     """
     drops = Counter() if drops is None else drops
     found: list[_Row] = []
+    named: dict[str, Rollout] = {}
     for rollout in rollouts:
+        other = named.setdefault(rollout.id, rollout)
+        if other is not rollout and other != rollout:
+            raise BatchError(
+                f"two rollouts have the id {rollout.id!r}, as those of two runs may, and one would "
+                "get the other's credit: rename one, rollout.labelled(id=...)"
+            )
         rows: list[list[_Call]] = []
         for calls in _trained_turns(rollout, credit, sample_filter, drops):
             first = 0 if merge else len(rows)
