@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from ludic.envs import build_env
 from ludic.envs.env import LudicEnv
+from ludic.envs.process import own_kwargs
 from ludic.envs.runner import EnvRunner, close_env
 from ludic.errors import ConfigError, EnvError, ProtocolError, UnknownNameError
 from ludic.inference.sampling import InferenceSpec
@@ -159,9 +160,9 @@ class EpisodeRunner:
         if isolated:
             make = partial(build_env, spec, factory, isolation="process")
         elif own is not None:
-            make = partial(factory, **spec.kwargs)
+            make = lambda: factory(**own_kwargs(spec))  # noqa: E731
         elif at_once:
-            make = partial(ENVS.make_with, factory, spec.kind, (), spec.kwargs)
+            make = lambda: ENVS.make_with(factory, spec.kind, (), own_kwargs(spec))  # noqa: E731
         whom = f"environment {spec.kind!r}, while it was built,"
         maker = self._env_makers[id(spec)] = _Maker(spec, make, at_once, whom)
         return maker
