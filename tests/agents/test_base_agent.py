@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ludic.types import (
     ChatResponse,
     FinishReason,
     ForkReason,
+    Message,
     TruncationReason,
     from_json,
     to_json,
@@ -87,6 +89,27 @@ async def test_a_rewritten_history_forks_and_says_so(ctx: Any) -> None:
     assert before.trace
     assert not forked.trace.extends(before.trace)
     assert roles(forked) == ["user"]
+
+
+class Eliding(FullDialog):
+    """Shortens earlier observations in place."""
+
+    def on_before_act(self) -> Sequence[Message]:
+        messages = super().on_before_act()
+        for message in [m for m in messages if m["role"] == "user"][:-1]:
+            message["content"] = "[elided]"
+        return messages
+
+
+async def test_a_history_changed_in_place_is_shown_at_once_and_records_stay_as_they_were() -> None:
+    steps = await turns(scripted_agent([move("a"), move("b")], ctx=Eliding()), 2)
+    shown = [
+        tiny_template().codec.decode(s.trace.prompt_token_ids) if s.trace else "" for s in steps
+    ]
+    assert ["Begin." in shown[0], "Begin." in shown[1]] == [True, False]
+    assert steps[0].new_messages[-1]["content"] == "Begin."
+    assert steps[1].fork is not None
+    assert steps[1].fork.reason is ForkReason.HISTORY_REWRITTEN
 
 
 async def test_every_model_call_has_a_seed_of_its_own() -> None:

@@ -311,6 +311,18 @@ class TestContract:
         with pytest.raises(EnvError, match="was failed"):
             await runner.step({"a": "x"})
 
+    async def test_an_action_that_was_taken_out_of_the_mapping_still_needs_an_outcome(self) -> None:
+        class Popping(AnyEnv):
+            def step(self, actions: Any) -> Any:
+                actions.popitem()
+                return {}
+
+        given = {"a": "x"}
+        runner = await after_reset(Popping())
+        with pytest.raises(EnvError, match="no outcome for agent 'a', which acted"):
+            await runner.step(given)
+        assert given == {"a": "x"}
+
     async def test_numbers_of_numpy_become_plain_ones(self) -> None:
         outcome = StepOutcome(
             "",

@@ -415,6 +415,28 @@ async def test_many_episodes_run_at_the_same_time_without_mixing() -> None:
         assert [s.action for s in rollout.env_steps] == [f"{i}-{k}" for k in range(3)]
 
 
+@pytest.mark.parametrize("shared", ["agent", "context", "environment"])
+async def test_what_two_episodes_at_a_time_would_mix_is_refused(shared: str) -> None:
+    client = {"latency_s": 0.001, "cycle": True}
+    agents = [scripted_agent([move("a"), move("b")], client=client) for _ in range(2)]
+    envs = [Countdown(2), Countdown(2)]
+    if shared == "agent":
+        agents[1] = agents[0]
+    elif shared == "context":
+        agents[1].ctx = agents[0].ctx
+    else:
+        envs[1] = envs[0]
+    first, second = await asyncio.gather(*map(play, agents, envs), return_exceptions=True)
+    assert isinstance(first, Rollout)
+    assert first.error is None
+    assert [s.next_obs for s in first.env_steps] == ["1 left", "0 left"]
+    assert isinstance(second, ConfigError)
+    assert "in use in an episode under way" in str(second)
+    assert envs[0].closed == 1
+    again = await play(agents[0], envs[0])  # one after the other is as it was
+    assert again.total_reward == first.total_reward
+
+
 @pytest.mark.integration
 async def test_an_environment_in_a_process_of_its_own_is_played_like_any_other() -> None:
     def first_free(call: Any) -> str:

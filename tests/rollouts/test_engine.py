@@ -87,6 +87,27 @@ async def test_a_rollout_says_where_it_comes_from() -> None:
     assert named.task_key == "mine"
 
 
+class DeckEnv(GuessEnv):
+    """Shuffles the list that it was given."""
+
+    def __init__(self, cards: list[str]) -> None:
+        super().__init__(tries=1)
+        self.cards = cards
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        super().env_reset(seed=seed)
+        Random(seed).shuffle(self.cards)
+        return " ".join(self.cards), {}
+
+
+async def test_an_environment_that_shuffles_its_argument_has_one_task_for_a_group() -> None:
+    deck = {"cards": list("abcdef")}
+    asked = GRPORequestStrategy(4).expand([request("deck", kwargs=deck)])
+    rollouts = await engine(envs={"deck": DeckEnv}).generate_rollouts(asked)
+    assert len({r.env_steps[0].obs for r in rollouts}) == 1
+    assert deck == {"cards": list("abcdef")}
+
+
 async def test_no_more_episodes_run_at_a_time_than_asked_for() -> None:
     running = most = 0
 

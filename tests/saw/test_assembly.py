@@ -96,13 +96,6 @@ def test_groups_of_several_agents_are_formed_per_role() -> None:
     assert group_by_role([rollout("a")])[0].group_id is None
 
 
-def test_rollouts_of_two_runs_that_have_one_id_are_refused() -> None:
-    same = [rollout("step-0/0/0", 1.0), rollout("step-0/0/0", 1.0)]  # one that was listed twice
-    assert len(batch_from_rollouts(same, MonteCarloReturn()).items) == 2
-    with pytest.raises(CreditError, match="two rollouts have the id 'step-0/0/0'"):
-        batch_from_rollouts([*same, rollout("step-0/0/0", 0.0)], MonteCarloReturn())
-
-
 def test_credit_for_steps_in_the_place_of_turns_is_refused() -> None:
     class BySteps:
         def compute(self, rollouts: Sequence[Rollout]) -> Mapping[RolloutStepKey, float]:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.errors import CreditError, NotTrainableError
+from ludic.errors import BatchError, CreditError, NotTrainableError
 from ludic.saw import (
+    batch_from_rollouts,
     build_items,
     combine,
     count_items,
@@ -18,6 +19,7 @@ from ludic.saw import (
     drop_parse_errors,
     make_batch,
 )
+from ludic.training.credit_assignment import EpisodicReturn
 from ludic.types import AgentStep, EnvironmentStep, FinishReason, Rollout, TokenTrace
 from tests.saw.drawing import (
     batches,
@@ -151,6 +153,19 @@ def test_turns_after_one_in_which_the_agent_only_heard_are_trained_on() -> None:
     (item,) = build_items([rollout], {("r", 1): 1.0}, drops=drops)
     assert item.turns[0].turn_index == 1
     assert not drops
+
+
+def test_two_rollouts_of_one_id_are_refused_and_one_given_twice_is_not() -> None:
+    good, bad = (
+        Rollout("call-0/0-0/agent", (call(0, (1,), (2,)), outcome(0, 0, reward=reward)))
+        for reward in (1.0, -1.0)
+    )
+    with pytest.raises(BatchError, match=r"two rollouts have the id 'call-0/0-0/agent'"):
+        batch_from_rollouts([good, bad], EpisodicReturn())
+    twice = batch_from_rollouts([good, good.labelled()], EpisodicReturn())
+    assert [item.weight for item in twice.items] == [1.0, 1.0]
+    both = batch_from_rollouts([good, bad.labelled(id="other")], EpisodicReturn())
+    assert [item.weight for item in both.items] == [1.0, -1.0]
 
 
 def test_failed_rollouts_are_counted_and_not_trained_on() -> None:

@@ -47,11 +47,12 @@ class ModelCall(Record, frozen=True):
         tool_messages: tuple[Message, ...] = (),
         tool_call_errors: tuple[str, ...] = (),
     ) -> AgentStep:
-        """The call as a step of a rollout, with what its tools answered."""
+        """The call as a step of a rollout, with what its tools answered. Messages are copied: a
+        context may change its own later on, but not what the model was shown."""
         return AgentStep(
             turn,
-            self.new_messages,
-            self.parsed.message,
+            tuple([message.copy() for message in self.new_messages]),
+            self.parsed.message.copy(),
             self.response.finish_reason,
             self.response.trace,
             self.fork,

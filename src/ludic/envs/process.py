@@ -50,11 +50,18 @@ def build_env(
     asked = made.isolation if isinstance(made, type) and issubclass(made, LudicEnv) else None
     if (isolation or asked) == "process":
         return ProcessEnv(spec, factory)
-    env = factory(**spec.kwargs) if factory else make_env(spec.kind, **spec.kwargs)
+    kwargs = own_kwargs(spec)
+    env = factory(**kwargs) if factory else make_env(spec.kind, **kwargs)
     if isolation is None and env.isolation == "process" and not isinstance(env, ProcessEnv):
         env.close()  # made by a function, it says only now that it wants to live elsewhere
         return ProcessEnv(spec, factory)
     return env
+
+
+def own_kwargs(spec: EnvSpec) -> dict[str, Any]:
+    """The arguments for one environment, which may shuffle the lists that it is given, or add to
+    them. What is in them is shared, since it may be a whole dataset."""
+    return {k: v.copy() if type(v) in (list, dict) else v for k, v in spec.kwargs.items()}
 
 
 class ProcessEnv(LudicEnv[AgentID, Obs, str]):

@@ -129,7 +129,7 @@ class EnvRunner:
         self._steps += 1
         where = f"step {self._steps}"
         try:
-            step = partial(self.env.step, actions)
+            step = partial(self.env.step, dict(actions))  # it may take them out one by one
             result = await self._answer(step, where, self._step_in_thread)
             outcomes = checked_outcomes(
                 self.name, where, self.agent_ids, self._ended, actions, result

@@ -37,6 +37,10 @@ _log = logging.getLogger("ludic.interaction")
 CONFIGURATION_ERRORS = (ConfigError, MissingExtraError, ProtocolError, UnknownNameError)
 """Errors that would fail every episode alike: they propagate instead of costing one."""
 
+_IN_PLAY: set[int] = set()
+"""The environments and contexts of all episodes under way, by `id`. Threads with event loops of
+their own may share it: each call of a set is one step."""
+
 
 class Episode:
     """One episode under way: its environment, its limits, and the tracks of those who take part.
@@ -55,12 +59,25 @@ class Episode:
         self.runner = EnvRunner(env, step_timeout_s=spec.step_timeout_s)
         self.tracks: list[AgentTrack] = []
         self.agents: list[Agent] = []
+        self._claimed: list[object] = []
         self.error: str | None = None
         self.task_key: str | None = None
 
     def add_track(self, track: AgentTrack) -> AgentTrack:
         self.tracks.append(track)
         return track
+
+    def claim(self, part: object) -> None:
+        """Keeps an environment or a context to this episode until it is over: in two at a time, it
+        would mix them. Raises `ConfigError` where another has it."""
+        if id(part) in _IN_PLAY:
+            raise ConfigError(
+                f"episode {self.spec.episode_id!r} was given a {type(part).__name__} that is in "
+                "use in an episode under way: make an environment for each episode, and an agent "
+                "with its own context for each role of each"
+            )
+        _IN_PLAY.add(id(part))
+        self._claimed.append(part)
 
     def open_track(self, agent_id: AgentID) -> AgentTrack:
         """A new track for one of the environment's agents."""
@@ -76,6 +93,7 @@ class Episode:
         outside, Ctrl-C and errors of configuration propagate.
         """
         limit = self.spec.episode_timeout_s
+        self.claim(self.runner.env)
         try:
             with deadline(limit) as over:
                 await loop()
@@ -88,6 +106,7 @@ class Episode:
                 exc = DeadlineError("the end of the episode", self.spec.episode_id, limit or 0.0)
             self.fail(exc)
         finally:
+            _IN_PLAY.difference_update(map(id, self._claimed))
             await self.runner.close()
             for agent in self.agents:
                 try:
@@ -157,6 +176,7 @@ def begin_agent(
     prompt = agent.system_prompt
     if prompt is None:
         prompt = episode.runner.suggested_sysprompt(role)
+    episode.claim(agent.ctx)
     episode.agents.append(agent)
     seed = derived(episode.spec.sampling_seed, "agent", role)
     agent.reset(prompt, seed=seed, conversation_id=track.rollout_id)

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from ludic.envs import build_env
 from ludic.envs.env import LudicEnv
+from ludic.envs.process import own_kwargs
 from ludic.envs.runner import EnvRunner, close_env
 from ludic.errors import ConfigError, EnvError, ProtocolError, UnknownNameError
 from ludic.inference.sampling import InferenceSpec
@@ -155,13 +156,18 @@ class EpisodeRunner:
         elif not isolated:
             factory = ENVS.get(spec.kind)
         at_once = isolated or _answers_at_once(factory)
+
+        def build() -> Any:
+            kwargs = own_kwargs(spec)
+            if own is not None:
+                return factory(**kwargs)
+            return ENVS.make_with(factory, spec.kind, (), kwargs)
+
         make: Callable[[], Any] = partial(build_env, spec)
         if isolated:
             make = partial(build_env, spec, factory, isolation="process")
-        elif own is not None:
-            make = partial(factory, **spec.kwargs)
-        elif at_once:
-            make = partial(ENVS.make_with, factory, spec.kind, (), spec.kwargs)
+        elif own is not None or at_once:
+            make = build
         whom = f"environment {spec.kind!r}, while it was built,"
         maker = self._env_makers[id(spec)] = _Maker(spec, make, at_once, whom)
         return maker

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runti
 import numpy as np
 from numpy.typing import NDArray
 
-from ludic.errors import CreditError, NotTrainableError
+from ludic.errors import BatchError, CreditError, NotTrainableError
 from ludic.plumbing.records import Numbers
 from ludic.saw.batch import make_batch
 from ludic.saw.filters import Sample, SampleFilter
@@ -96,7 +96,6 @@ def batch_from_rollouts(
     """
     dropped: Counter[str] = Counter(drops or {})
     kept = group_by_role(settle_groups(rollouts, lost_member, dropped))
-    _check_ids(kept)
     credit = credit_assigner.compute(kept) if kept else {}
     _check_turns(kept, credit)
     items = build_items(kept, credit, merge=merge, sample_filter=sample_filter, drops=dropped)
@@ -109,18 +108,6 @@ def batch_from_rollouts(
             **(meta or {}),
         },
     )
-
-
-def _check_ids(rollouts: Sequence[Rollout]) -> None:
-    named: dict[str, Rollout] = {}
-    for rollout in rollouts:
-        other = named.setdefault(rollout.id, rollout)
-        if other is not rollout and other != rollout:
-            raise CreditError(
-                f"two rollouts have the id {rollout.id!r}, and credit goes by the id. Are they of "
-                "two runs? Give those of one of them other names: "
-                "rollout.labelled(id=..., group_id=...)"
-            )
 
 
 def _check_turns(rollouts: Sequence[Rollout], credit: Mapping[RolloutStepKey, float]) -> None:
@@ -207,12 +194,20 @@ def build_items(
     Turns of failed rollouts ("rollout_error"), without credit ("no_credit"), without a sampled
     token ("no_tokens") or that the filter drops are left out and counted, in turns, in `drops`.
 
-    Raises `CreditError` for a weight that is not finite, and `NotTrainableError` for a call
-    without token ids or with sampling settings that cannot be trained on.
+    Raises `CreditError` for a weight that is not finite, `NotTrainableError` for a call without
+    token ids or with sampling settings that cannot be trained on, and `BatchError` for two rollouts
+    of one id: credit is by id.
     """
     drops = Counter() if drops is None else drops
     found: list[_Row] = []
+    named: dict[str, Rollout] = {}
     for rollout in rollouts:
+        other = named.setdefault(rollout.id, rollout)
+        if other is not rollout and other != rollout:
+            raise BatchError(
+                f"two rollouts have the id {rollout.id!r}, as those of two runs may, and one would "
+                "get the other's credit: rename one, rollout.labelled(id=...)"
+            )
         rows: list[list[_Call]] = []
         for calls in _trained_turns(rollout, credit, sample_filter, drops):
             first = 0 if merge else len(rows)

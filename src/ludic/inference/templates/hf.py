@@ -181,7 +181,7 @@ class HFChatTemplate:
         guarded = self._guard.messages(messages)
         text = self._text(guarded, tools)
         ids = self.codec.encode(text)
-        self._remember(tuple(ids), _Rendered(tuple(messages), guarded, tools, text))
+        self._remember(tuple(ids), _Rendered(_copies(messages), guarded, tools, text))
         return ids
 
     def extend(
@@ -231,7 +231,7 @@ class HFChatTemplate:
             ids = self.codec.encode(text[end:])
         self._remember(
             (*previous.prompt_token_ids, *completion, *ids),
-            _Rendered(tuple(messages), guarded, tools, text),
+            _Rendered(_copies(messages), guarded, tools, text),
         )
         return ids
 
@@ -296,7 +296,8 @@ class HFChatTemplate:
         # By way of ids, since a tokenizer may not keep every character of a text.
         expected = self.codec.decode(self.codec.encode(text))
         if _without_space(spelled) != _without_space(expected):
-            if self.supports_tools and self._made_with_other_tools(guarded, spelled, tools):
+            others = remembered is None and self.supports_tools
+            if others and self._made_with_other_tools(guarded, spelled, tools):
                 return Fork(ForkReason.TOOLS_CHANGED, "the tools are not those of the last call")
             return Fork(
                 ForkReason.HISTORY_REWRITTEN,
@@ -368,6 +369,11 @@ def _last_assistant(messages: Sequence[Message]) -> int:
         "extend needs the conversation with the sampled assistant message in it, after the "
         "messages that it answered; there is none: render instead"
     )
+
+
+def _copies(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages as they are now: a context may change its own, and that is another history."""
+    return tuple([message.copy() for message in messages])
 
 
 def _with_id(call: ToolCall, index: int, offset: int, text: str) -> ToolCall:
