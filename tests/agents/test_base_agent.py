@@ -11,7 +11,12 @@ from msgspec.structs import replace
 from ludic.agents import Agent
 from ludic.context import FullDialog, TruncatedThinkingContext, WindowedDialog
 from ludic.errors import AgentError, DeadlineError, InferenceError
-from ludic.inference import SamplingConfig, TokenCompletionRequest
+from ludic.inference import (
+    InferenceSpec,
+    SamplingConfig,
+    TokenCompletionRequest,
+    VLLMExtensions,
+)
 from ludic.inference.scripted_client import ScriptedChatClient
 from ludic.parsers import ParseResult, text_parser
 from ludic.seeding import derive_seed
@@ -124,6 +129,15 @@ async def test_the_sampling_settings_of_each_call_are_kept_as_json() -> None:
     (step,) = await turns(scripted_agent([move("a")], sampling=sampling), 1, seed=1)
     assert step.sampling["temperature"] == 0.7
     assert step.sampling["stop"] == ["###"]
+    assert "extensions" not in step.sampling
+    assert from_json(AgentStep, to_json(step)) == step
+
+
+async def test_what_a_server_was_asked_for_besides_is_kept_with_the_settings() -> None:
+    agent = scripted_agent([move("a")])
+    agent.inference = InferenceSpec(extensions=VLLMExtensions(max_think_tokens=9))
+    (step,) = await turns(agent, 1)
+    assert step.sampling["extensions"] == {"max_think_tokens": 9}
     assert from_json(AgentStep, to_json(step)) == step
 
 

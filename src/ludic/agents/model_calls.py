@@ -169,6 +169,8 @@ class ModelCaller:
         self._check(prompt, response)
         parsed = _cleaned(self.template_for(tools).parse(response))
         settings = {**_as_json(sampling), "seed": seed, "max_tokens": limit}
+        if extensions := self.inference.extensions:
+            settings["extensions"] = dict(extensions)
         return ModelCall(messages, tools, new_messages, parsed, response, fork, settings)
 
     def _check(self, prompt: tuple[int, ...], response: ChatResponse) -> None:

@@ -20,6 +20,16 @@ _PENALTIES_OFF = (
     ("repetition_penalty", 1.0),
 )
 
+_RESHAPING = frozenset(
+    {
+        *(name for name, _ in (*_TRUNCATION_OFF, *_PENALTIES_OFF)),
+        *("temperature", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens"),
+        *("max_think_tokens", "thinking_token_budget", "structured_outputs", "response_format"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    }
+)
+"""What a server may be asked for besides, and then samples from another distribution."""
+
 _truncation_and_penalties = itemgetter(*(name for name, _ in (*_TRUNCATION_OFF, *_PENALTIES_OFF)))
 _OFF = tuple(off for _, off in (*_TRUNCATION_OFF, *_PENALTIES_OFF))
 
@@ -28,9 +38,10 @@ def is_plain(sampling: Mapping[str, Any]) -> bool:
     """Whether settings that are all recorded leave the distribution as it is but for a temperature:
     no further check is needed."""
     try:
-        return bool(sampling.get("temperature")) and _truncation_and_penalties(sampling) == _OFF
+        plain = bool(sampling.get("temperature")) and _truncation_and_penalties(sampling) == _OFF
     except KeyError:
         return False
+    return plain and "extensions" not in sampling
 
 
 def check_sampling(sampling: Mapping[str, Any], *, kept_ids_recorded: bool, where: str) -> None:
@@ -51,6 +62,15 @@ def check_sampling(sampling: Mapping[str, Any], *, kept_ids_recorded: bool, wher
                 f"{where} was sampled with {name}={sampling[name]}, which the trainer cannot "
                 f"reproduce: set it to {off} to train"
             )
+    extensions = sampling.get("extensions", {})
+    overrides = extensions.get("extra_body_overrides", {})
+    asked = {*extensions, *overrides, *overrides.get("sampling_params", {})}
+    if reshaping := sorted(_RESHAPING & asked):
+        raise NotTrainableError(
+            f"{where} was sampled with {', '.join(reshaping)} among the extensions, which the "
+            "trainer cannot reproduce: tokens that the server forces or forbids are not those of "
+            "the policy; leave it out to train"
+        )
     if kept_ids_recorded:
         return
     for name, off in _TRUNCATION_OFF:
