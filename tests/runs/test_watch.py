@@ -11,6 +11,8 @@ import pytest
 
 from ludic.eval import Estimate, EvalReport
 from ludic.eval.report import EpisodeResult
+from ludic.inference import HFChatTemplate
+from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.runs.results.report import RunReport
 from ludic.runs.results.watch import LearningWatch, doubtful, fallen, measured_alike
 from ludic.runs.settings import RunConfig, parse_run
@@ -204,3 +206,18 @@ def test_a_report_ends_with_its_warnings() -> None:
     stages = {"before": report("before", [1.0, 0.0])}
     assert str(RunReport(stages, (), ("look out",))).endswith("\nwarning: look out")
     assert "warning" not in str(RunReport(stages))
+
+
+def test_a_base_model_that_does_not_stop_where_its_template_ends_a_message_is_doubted() -> None:
+    tokenizer, model = tiny_tokenizer(), tiny_model()
+    end = tokenizer.eos_token_id
+    template = HFChatTemplate(tokenizer)
+    assert doubtful(config(), model, template) == []
+    tokenizer.eos_token = "~"
+    assert doubtful(config(), model, template) == []  # the model's own settings name it
+    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
+    (doubt,) = doubtful(config(), model, template)
+    assert "'<|im_end|>', at which sampling does not stop" in doubt
+    assert f"stop_token_ids = [{end}]" in doubt
+    for stopped in (f"stop_token_ids=[{end}]", "stop=['<|im_end|>']"):
+        assert doubtful(config(f"inference.sampling.{stopped}"), model, template) == []

@@ -58,6 +58,7 @@ class Stages:
         self._begun = False
         self._trainer: Trainer | None = None
         self._playing: asyncio.Task[Any] | None = None
+        self._doubts: list[str] = []
 
     async def go(self) -> None:
         """Runs the stages that are left, until the end or until Ctrl-C. If a new run fails before
@@ -95,7 +96,9 @@ class Stages:
             run.plan = await asyncio.to_thread(plan_loaded, config, run.model)
             async with self.opened():
                 say(f"model: {config.model.name}, {describe_model(config, run.model, run.ranks)}")
-                for doubt in watch.doubtful(config):
+                template = run.runtime.chat_template
+                self._doubts = watch.doubtful(config, run.model, template)
+                for doubt in self._doubts:
                     warn(doubt)
                 if run.plan is not None:
                     await asyncio.to_thread(try_plan, config, run.model, run.plan)
@@ -139,7 +142,7 @@ class Stages:
             signs.pop(watch.REWARD, None)  # the held-out episodes say it better
         if hack:
             signs.pop(watch.OUTCOME, None)
-        return [*watch.doubtful(config), *fell, *hack, *signs.values()]
+        return [*self._doubts, *fell, *hack, *signs.values()]
 
     def stop(self) -> None:
         """Lets the run end after the current step, with a checkpoint."""

@@ -114,7 +114,7 @@ class LocalChatClient:
                 version=version,
             )
         self._vocab = int(self._model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-        self._eos = _eos_ids(self._model, tokenizer)
+        self._eos = eos_ids(self._model, tokenizer)
         self._may_drop = may_drop(self._model)
         self._on_update, self._on_full = on_update, on_full
         self._timeout_s = request_timeout_s
@@ -363,7 +363,7 @@ def _pinned(params: Mapping[str, Any]) -> dict[str, Any]:
     return pinned
 
 
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence ids, as the tokenizer and the model's generation settings name them."""
     ids: set[Any] = set()
     for source in (tokenizer, getattr(model, "generation_config", None)):

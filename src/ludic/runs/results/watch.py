@@ -9,9 +9,13 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, variance
+from typing import Any
 
 from ludic.eval import Estimate, EvalReport, compare, headline_of
 from ludic.eval.report import USUAL
+from ludic.inference import HFChatTemplate
+from ludic.inference.local.client import eos_ids
+from ludic.plumbing.model_parts import base_causal_lm
 from ludic.runs.settings import RunConfig
 
 WINDOW = 10
@@ -240,14 +244,24 @@ def hacked(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
     return sentences
 
 
-def doubtful(config: RunConfig) -> list[str]:
+def doubtful(config: RunConfig, model: Any = None, template: Any = None) -> list[str]:
     """Says which settings do not go together, although each is right."""
+    doubts = []
     if config.model.name == "tiny" and config.model.lora is not None:
-        return [
+        doubts.append(
             'model.name="tiny" has random weights, and [model.lora] leaves its embeddings as they '
             "are, so it learns next to nothing: leave [model.lora] out, or name a trained model"
-        ]
-    return []
+        )
+    if isinstance(template, HFChatTemplate) and template.tokenizer.eos_token_id is not None:
+        end, sampling = template.end_token_id, config.inference.sampling
+        spelled = template.tokenizer.decode([end])
+        ends = eos_ids(base_causal_lm(model), template.tokenizer).union(sampling.stop_token_ids)
+        if end not in ends and spelled not in sampling.stop:
+            doubts.append(
+                f"the chat template ends a message with {spelled!r}, at which sampling does not "
+                f"stop: inference.sampling.stop_token_ids = [{end}] stops it"
+            )
+    return doubts
 
 
 def _now(value: int | None) -> str:
