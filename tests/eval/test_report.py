@@ -142,6 +142,14 @@ def test_a_task_key_goes_before_the_seed() -> None:
     assert EvalReport("r", results).pass_at(2).value == 1.0
 
 
+@pytest.mark.parametrize(("good", "bad"), [("correct", "wrong"), ("success", "failed")])
+def test_the_ending_that_counts_is_one_that_came_before_one_that_others_have(
+    good: str, bad: str
+) -> None:
+    report = EvalReport("r", (episode(0, outcome=good), episode(1, outcome=bad)))
+    assert (report.headline.outcome, report.headline.of(report).value) == (good, 0.5)
+
+
 def test_tasks_of_two_environments_are_two_whatever_they_are_called() -> None:
     results = [
         episode(0, env == "gsm8k", task_key=f"train#{n}", env=env, episode_id=f"{env}{n}{copy}")

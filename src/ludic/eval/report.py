@@ -326,7 +326,8 @@ def headline_of(reports: Iterable[EvalReport], outcomes: Sequence[str] = ()) -> 
     reports = list(reports)
     stated = outcomes or next((r.outcomes for r in reports if r.outcomes), ())
     seen = {episode.outcome for report in reports for episode in report.episodes}
-    usual = next((name for name, others in USUAL.items() if seen & {name, *others}), None)
+    usual = next((name for name in USUAL if name in seen), None)  # others say "wrong", too
+    usual = usual or next((name for name, others in USUAL.items() if seen & others), None)
     outcome = stated[0] if stated else usual
     if outcome is not None:
         return Headline("outcome", outcome)
