@@ -142,7 +142,9 @@ def test_a_task_key_goes_before_the_seed() -> None:
     assert EvalReport("r", results).pass_at(2).value == 1.0
 
 
-@pytest.mark.parametrize(("good", "bad"), [("correct", "wrong"), ("success", "failed")])
+@pytest.mark.parametrize(
+    ("good", "bad"), [("correct", "wrong"), ("success", "failed"), ("won", "no_compile")]
+)
 def test_the_ending_that_counts_is_one_that_came_before_one_that_others_have(
     good: str, bad: str
 ) -> None:

@@ -27,6 +27,7 @@ from ludic.types import FinishReason, Rollout
 Success = Callable[[Rollout], bool]
 USUAL = {
     "win": {"loss", "draw", "illegal"},
+    "won": {"lost"},
     "right": {"wrong"},
     "correct": {"incorrect"},
     "solved": {"unsolved"},
