@@ -456,6 +456,14 @@ def test_a_turn_is_its_model_calls_its_step_and_what_was_heard_after() -> None:
     assert rollout.truncation_reason is TruncationReason.BUDGET
 
 
+@pytest.mark.parametrize("rewards", [[0.1] * 10, [0.7, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.7]])
+def test_rewards_that_add_up_to_one_are_one_in_any_order(rewards: list[float]) -> None:
+    steps = [
+        step for n, r in enumerate(rewards) for step in (agent_step(n), env_step(n, (2 * n,), r))
+    ]
+    assert Rollout("r", tuple(steps)).total_reward == 1.0
+
+
 @given(rollout=ROLLOUTS)
 def test_turns_hold_every_step_once_and_all_of_the_reward(rollout: Rollout) -> None:
     turns = list(rollout.turns())

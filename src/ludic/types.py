@@ -353,8 +353,13 @@ class Rollout(Record, frozen=True):
 
     @property
     def total_reward(self) -> float:
-        """The undiscounted sum of every reward this agent received."""
-        return sum([s.reward for s in self.steps if isinstance(s, EnvironmentStep)])
+        """The undiscounted sum of every reward this agent received, rounded once: ten of 0.1 are
+        1, and the order does not matter."""
+        rewards = [s.reward for s in self.steps if isinstance(s, EnvironmentStep)]
+        try:
+            return fsum(rewards)
+        except OverflowError:
+            return sum(rewards)
 
     @property
     def terminated(self) -> bool:

@@ -87,6 +87,25 @@ async def test_accuracy_is_the_other_name_of_success() -> None:
     assert figures["eval/X/accuracy"] == figures["eval/X/success"]
 
 
+async def test_success_is_the_ending_that_counts_in_each_environment() -> None:
+    rows = [{"question": "2+2?", "answer": "4"}]
+    question = RolloutRequest(EnvSpec("dataset_qa", {"rows": rows}), ONE.protocol)
+    requests = [
+        replace(request, meta={"env": env})
+        for env, template in (("game", ONE), ("question", question))
+        for request in eval_requests(template, 6, seed=0)
+    ]
+
+    def script(call: ScriptedCall) -> str:
+        return random_move(call) if "Free:" in call.text else "<move>4</move>"
+
+    report = await RolloutEvaluator(engine(script), requests, max_steps=9).evaluate()
+    won = report.envs()["game"].outcome("win").value
+    assert report.envs()["game"].success.value == won
+    assert report.envs()["question"].success.value == 1.0
+    assert report.success.value == pytest.approx((won + 1) / 2)
+
+
 async def test_a_seat_can_be_judged_alone() -> None:
     requests = eval_requests(TWO, 6, seed=0)
     both = RolloutEvaluator(engine(), requests, max_steps=9)

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ludic.errors import ConfigError, DataError
-from ludic.eval import EpisodeResult, EvalReport, compare, report_table, reward_above
+from ludic.eval import (
+    EpisodeResult,
+    EvalReport,
+    compare,
+    proportion,
+    report_table,
+    reward_above,
+)
 from ludic.types import (
     AgentStep,
     EnvironmentStep,
@@ -133,6 +140,28 @@ def test_two_seats_of_one_episode_are_not_two_samples_of_a_task() -> None:
 def test_a_task_key_goes_before_the_seed() -> None:
     results = (episode(0, True, task_key="sum"), episode(1, task_key="sum"))
     assert EvalReport("r", results).pass_at(2).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"), [("correct", "wrong"), ("success", "failed"), ("won", "no_compile")]
+)
+def test_the_ending_that_counts_is_one_that_came_before_one_that_others_have(
+    good: str, bad: str
+) -> None:
+    report = EvalReport("r", (episode(0, outcome=good), episode(1, outcome=bad)))
+    assert (report.headline.outcome, report.headline.of(report).value) == (good, 0.5)
+
+
+def test_tasks_of_two_environments_are_two_whatever_they_are_called() -> None:
+    results = [
+        episode(0, env == "gsm8k", task_key=f"train#{n}", env=env, episode_id=f"{env}{n}{copy}")
+        for env in ("gsm8k", "math")
+        for n in range(4)
+        for copy in range(2)
+    ]
+    report = EvalReport("r", tuple(results))
+    assert (report.pass_at(2).value, report.pass_at(2).n) == (0.5, 8)
+    assert report.success.low == pytest.approx(proportion(4, 8).low)
 
 
 @pytest.mark.parametrize("named", [True, False])

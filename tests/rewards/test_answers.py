@@ -40,6 +40,7 @@ class TestNumbers:
             ("-3 / 4", Fraction(-3, 4)),
             ("\\frac{3}{4}", Fraction(3, 4)),
             ("-\\dfrac{3}{4}", Fraction(-3, 4)),
+            ("1{,}234", Fraction(1234)),
             (".5", Fraction(1, 2)),
             ("1e3", Fraction(1000)),
             ("2.5E-1", Fraction(1, 4)),
@@ -56,6 +57,7 @@ class TestNumbers:
             *("", " ", "abc", "72 apples", "about 72", "72 or 73", "1,23", "12,3456", "1.2.3"),
             *("1/0", "--3", "5 million", "5k", "0x10", "1_000", "nan", "inf", "1e9999", "9" * 101),
             *("$$", "%", "-", ".", "1/2/3", "\\frac{1}{0}", "3 4"),
+            *("2\\frac{1}{2}", "\\frac{1}{2}3", "2 1/2"),
         ],
     )
     def test_what_is_not_wholly_a_number_is_none(self, text: str) -> None:
@@ -82,6 +84,9 @@ class TestNumbers:
             ("It costs $1,234.50.", Fraction(2469, 2)),
             ("first 3, then -4", -4),
             ("the answer is 3/4", Fraction(3, 4)),
+            ("first 3, then −4", -4),
+            ("so \\boxed{-\\frac{3}{4}}", Fraction(-3, 4)),
+            ("It costs $1{,}234$.", 1234),
             ("the 72nd of 80 people", 80),
             ("no number", None),
             ("A1", None),
@@ -110,6 +115,9 @@ class TestMathematics:
             ("\\text{East}", "east"),
             ("$18.00", "18"),
             ("x = 5", "5"),
+            ("\\frac{5}{2}", "2\\frac{1}{2}"),
+            ("10 000", "10000"),
+            ("x = 1 , y = 2", "x=1,y=2"),
             (" " + "x" * 2000, "x" * 2000),
         ],
     )
@@ -134,6 +142,9 @@ class TestMathematics:
             ("\x00", "1"),
             ("x" * 2000, "x" * 2001),
             ("not 5", "5"),
+            ("2\\frac{1}{2}", "21/2"),
+            ("2 1/2", "21/2"),
+            ("1 2", "12"),
         ],
     )
     def test_what_is_not_the_same_is_not_equal(self, answer: str, target: str) -> None:

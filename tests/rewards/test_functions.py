@@ -197,6 +197,11 @@ class TestJudge:
         _, reward = self.judge(["Good. <score>7</score>"])
         assert await self.grade(reward, Attempt("4", "4", "2+2?")) == 0.7
 
+    @pytest.mark.parametrize("said", ["8/10", "8 / 10", "8.0"])
+    async def test_a_score_may_say_what_it_is_of(self, said: str) -> None:
+        _, reward = self.judge([f"<score>{said}</score>"])
+        assert await self.grade(reward, Attempt("x")) == 0.8
+
     async def test_the_judge_sees_rubric_task_reference_and_answer(self) -> None:
         seen: list[str] = []
 
@@ -229,7 +234,7 @@ class TestJudge:
         assert client.calls == 2
 
     @pytest.mark.parametrize(
-        "said", ["Hm.", "<score>11</score>", "<score>-1</score>", "<score>good</score>"]
+        "said", ["Hm.", *(f"<score>{n}</score>" for n in ("11", "-1", "good", "4/5"))]
     )
     async def test_no_score_at_all_is_an_error_and_not_a_zero(self, said: str) -> None:
         _, reward = self.judge([said, said])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,21 @@ def test_all_held_out_episodes_are_each_row_once(tmp_path: Path) -> None:
     one = text.replace(f'"{file}" }}', f'"{file}", index = 3 }}')
     with pytest.raises(ConfigError, match="has one, by its index"):
         eval_plan(parse_run(one))
+
+
+@pytest.mark.parametrize(("episodes", "samples"), [(9, 1), (36, 4), (10, 1), (34, 4)])
+def test_held_out_episodes_are_shared_out_evenly_in_whole_tasks(
+    episodes: int, samples: int
+) -> None:
+    envs = "".join(f'[[env]]\nkind = "key_door"\nname = "{name}"\n' for name in "abcdefgh")
+    settings = [f"eval.episodes={episodes}", f"eval.samples_per_task={samples}"]
+    plan = eval_plan(parse_run(envs, settings))
+    assert len(plan) == episodes
+    counts = Counter(request.meta["env"] for request in plan)
+    assert len(counts) == 8
+    assert max(counts.values()) - min(counts.values()) < 2 * samples
+    tasks = Counter((request.meta["env"], request.env_seed) for request in plan)
+    assert sorted(tasks.values())[1:] == [samples] * (len(tasks) - 1)
 
 
 def test_a_wrong_number_of_held_out_episodes_is_named_as_the_setting_is() -> None:

@@ -42,6 +42,15 @@ def test_a_group_has_variance_if_one_of_its_roles_has() -> None:
     )
 
 
+def test_the_order_of_rewards_is_no_variance() -> None:
+    group = [
+        make_rollout("a", [0.7, 0.1, 0.1, 0.1], group="g"),
+        make_rollout("b", [0.1, 0.1, 0.1, 0.7], group="g"),
+    ]
+    stats = rollout_statistics(group)
+    assert (stats["no_variance_group_rate"], stats["reward_std"]) == (1.0, 0.0)
+
+
 def test_rollouts_without_groups_have_no_rate_of_groups() -> None:
     alone = [make_rollout("a", [1.0]), make_rollout("b", [1.0], group="g")]
     assert "no_variance_group_rate" not in rollout_statistics(alone)

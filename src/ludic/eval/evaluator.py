@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import structs
 
-from ludic.eval.report import EpisodeResult, EvalReport, Success, headline_of
+from ludic.eval.report import EpisodeResult, EvalReport, Headline, Success, headline_of
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.engine import Progress, ProgressCallback
 from ludic.seeding import derive_seed
@@ -48,7 +48,7 @@ class RolloutEvaluator:
     """Plays the requests and reports. `agent_id` picks the seat to judge in a game of several;
     None judges every seat that was played. Sub-agents are not judged. `outcomes` are the endings to
     report, the one that counts first. An episode succeeds by `success`, or else if it ends with the
-    outcome that counts.
+    outcome that counts; without `outcomes`, that is each environment's own.
     """
 
     engine: RolloutEngine
@@ -73,11 +73,16 @@ class RolloutEvaluator:
         if self.success is not None:
             return EvalReport(self.name, results, tuple(self.outcomes), _wording(self.success))
         report = EvalReport(self.name, results, tuple(self.outcomes))
-        lead = headline_of([report])
-        if lead.kind != "outcome":
-            return report
-        won = (replace(e, success=not e.error and bool(lead.value(e))) for e in results)
-        return replace(report, episodes=tuple(won))
+        parts = report.envs() or dict.fromkeys({e.env or "" for e in results}, report)
+        leads = {env: headline_of([part]) for env, part in parts.items()}
+        return replace(report, episodes=tuple(_by_ending(e, leads[e.env or ""]) for e in results))
+
+
+def _by_ending(episode: EpisodeResult, lead: Headline) -> EpisodeResult:
+    """The result, with its success by the ending that counts in its environment, if any does."""
+    if lead.kind != "outcome":
+        return episode
+    return replace(episode, success=not episode.error and bool(lead.value(episode)))
 
 
 def _wording(success: Success) -> str:

@@ -27,6 +27,7 @@ from ludic.types import FinishReason, Rollout
 Success = Callable[[Rollout], bool]
 USUAL = {
     "win": {"loss", "draw", "illegal"},
+    "won": {"lost"},
     "right": {"wrong"},
     "correct": {"incorrect"},
     "solved": {"unsolved"},
@@ -211,13 +212,13 @@ class EvalReport:
         }
 
     def pass_at(self, k: int) -> Estimate:
-        """pass@k over tasks, each with the samples that share its `task_key` (else its seed). If an
-        episode has several agents, a task counts as the mean over them."""
+        """pass@k over tasks, each with an environment's samples that share its `task_key` (else its
+        seed). If an episode has several agents, a task counts as the mean over them."""
         self._check_success(f"pass@{k}")
         tasks: dict[Any, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
         for e in self.episodes:
-            tasks[e.task_key or e.env_seed][e.agent_id].append(bool(e.success))
-        for task, agents in tasks.items():
+            tasks[e.env, e.task_key or e.env_seed][e.agent_id].append(bool(e.success))
+        for (_, task), agents in tasks.items():
             fewest = min(map(len, agents.values()))
             if fewest < k:
                 raise ConfigError(
@@ -326,7 +327,8 @@ def headline_of(reports: Iterable[EvalReport], outcomes: Sequence[str] = ()) -> 
     reports = list(reports)
     stated = outcomes or next((r.outcomes for r in reports if r.outcomes), ())
     seen = {episode.outcome for report in reports for episode in report.episodes}
-    usual = next((name for name, others in USUAL.items() if seen & {name, *others}), None)
+    usual = next((name for name in USUAL if name in seen), None)  # others say "wrong", too
+    usual = usual or next((name for name, others in USUAL.items() if seen & others), None)
     outcome = stated[0] if stated else usual
     if outcome is not None:
         return Headline("outcome", outcome)
@@ -336,9 +338,9 @@ def headline_of(reports: Iterable[EvalReport], outcomes: Sequence[str] = ()) -> 
 
 
 def _task(result: EpisodeResult, index: int) -> Hashable:
-    """What the result is a sample of."""
+    """What the result is a sample of. Two environments may give their tasks the same names."""
     if result.task_key is not None:
-        return result.task_key
+        return result.env, result.task_key
     return ("episode", index) if result.env_seed is None else ("seed", result.env_seed)
 
 

@@ -141,7 +141,9 @@ def _judging(ask: _Ask, model: str, rubric: str, max_score: int, tries: int) -> 
         reply = ""
         for nth in range(tries):
             reply = await ask(messages, nth)
-            grade = read_number(read_score(reply).action or "")
+            given, _, most = (read_score(reply).action or "").partition("/")
+            # "8/10" is 8 of 10, and no fraction.
+            grade = read_number(given) if most.strip() in ("", str(max_score)) else None
             if grade is not None and 0 <= grade <= max_score:
                 return float(grade / max_score)
         raise EnvError(

@@ -22,10 +22,11 @@ MAX_MATH_CHARS = 1000
 
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(rf"({_PLAIN})(?:[eE]([+-]?\d{{1,3}}))?(?:\s*/\s*({_PLAIN}))?")
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+# Behind a number it would be a mixed number: 2\frac{1}{2} is not 21/2.
+_LATEX_FRACTION = re.compile(r"(?<![\w.,])\\[dt]?frac\{(\d+)\}\{(\d+)\}(?!\w)")
 _CURRENCY = re.compile(r"^\\?[$€£]")
 _SEARCHED = re.compile(
-    rf"(?<![\w.,/])-? ?(?:\\?[$€£] ?)?(?:{_PLAIN})(?:[eE][+-]?\d{{1,3}})?(?: ?/ ?(?:{_PLAIN}))?"
+    rf"(?<![\w.,/])[-−]? ?(?:\\?[$€£] ?)?(?:{_PLAIN})(?:[eE][+-]?\d{{1,3}})?(?: ?/ ?(?:{_PLAIN}))?"
     r"(?!\w|[.,/]\d)"
 )
 
@@ -43,9 +44,8 @@ def read_number(text: str) -> Fraction | None:
 @lru_cache(maxsize=4096)
 def _number(text: str) -> Fraction | None:
     # The targets of a group are the same, and so are many of its answers.
-    body = text.strip().rstrip(".").strip("$").replace("\\!", "").replace("\\,", "").strip()
+    body = _without_latex(text.strip().rstrip(".").strip("$")).replace("\\,", "").strip()
     body = re.sub(r"\s*\\?%$", "", body)
-    body = _LATEX_FRACTION.sub(r"\1/\2", body)
     sign = 1
     body, currencies = _CURRENCY.subn("", body)
     if body[:1] in ("-", "+", "−"):
@@ -68,9 +68,16 @@ def _number(text: str) -> Fraction | None:
 
 def last_number(text: str) -> Fraction | None:
     """The last number in a text; None if there is none."""
-    tail = text[-10_000:]  # an answer stands at the end; the bound keeps this linear
+    # An answer stands at the end; the bound keeps this linear.
+    tail = _without_latex(text[-10_000:])
     numbers = [match.group() for match in _SEARCHED.finditer(tail)]
     return read_number(numbers[-1]) if numbers else None
+
+
+def _without_latex(text: str) -> str:
+    """The text with LaTeX's numbers, such as 1{,}234 and \\frac{3}{4}, as others write them."""
+    body = text.replace("\\!", "").replace("{,}", ",")
+    return _LATEX_FRACTION.sub(r"\1/\2", body)
 
 
 def _plain(text: str) -> Fraction:
@@ -110,14 +117,18 @@ def same_mathematics(answer: str, target: str, *, timeout_s: float = 10.0) -> bo
 
 _WORDS = re.compile(r"[A-Za-z]{2,}")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
-_SPACING = re.compile(r"\\(?:left|right|!|,|;|:|quad|\s)|[\s$]")
+_LOOKS = re.compile(r"\\(?:left|right|!)|\$")
+_SPACES = re.compile(r"(?:\\(?:[,;:\s]|quad)|\s)+")
+# Between numbers a space tells them apart (2 1/2 is not 21/2), except before thousands.
+_NO_GAP = re.compile(r" (?!\d)|(?<!\d) | (?=\d{3}(?!\d))")
 _TOKENS = re.compile(r"\\.|[{}$]", re.DOTALL)
 
 
 def _spelling(text: str) -> str:
     """The text without what only changes how it looks."""
     body = _TEXT.sub(r"\1", text)
-    body = _SPACING.sub("", body).rstrip(".")
+    body = _SPACES.sub(" ", _LOOKS.sub("", body))
+    body = _NO_GAP.sub("", body).rstrip(".")
     return body.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
 

@@ -128,7 +128,6 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
     """One row of a file: columns of one type each, and the whole rollout as text. Empty text
     stands for none: readers that take a file in pieces guess a column's type from the first."""
     # One pass: asking the rollout for each of these would take one for every column.
-    reward: float = 0
     tokens = 0
     turns: set[int] = set()
     terminated = truncated = False
@@ -139,7 +138,6 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
             if step.trace is not None:
                 tokens += len(step.trace.completion_token_ids)
             continue
-        reward += step.reward
         terminated = terminated or step.terminated
         if step.truncated:
             truncated = True
@@ -157,7 +155,7 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
         "env_seed": rollout.env_seed,
         "sampling_seed": rollout.sampling_seed,
         # Readers of JSON in general know no NaN; the exact value is in `rollout`.
-        "total_reward": float(reward) if math.isfinite(reward) else None,
+        "total_reward": reward if math.isfinite(reward := rollout.total_reward) else None,
         "num_turns": len(turns),
         "num_tokens": tokens,
         "terminated": terminated,

@@ -163,7 +163,8 @@ def eval_plan(config: RunConfig) -> list[RolloutRequest]:
         if episodes == "all":
             count = samples * rows_of(request.env)
         else:
-            count = min(-(-episodes // len(mix)), episodes - len(plan))
+            tasks = range(index * samples, episodes, len(mix) * samples)  # where each begins
+            count = min(len(tasks) * samples, episodes - len(plan))
         seed = derive_seed(config.eval.seed, "env", index)
         requests = eval_requests(request, count, seed=seed, samples_per_task=samples)
         if episodes == "all":

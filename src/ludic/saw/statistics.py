@@ -37,7 +37,7 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     rewards, lengths, terminated, truncated, turns, compactions = [], [], 0, 0, 0, 0
     components: dict[str, float] = {}
     for rollout in done:
-        reward, length, over, cut = 0.0, 0, False, False
+        length, over, cut = 0, False, False
         own_turns = set()
         for step in rollout.steps:
             if isinstance(step, AgentStep):
@@ -50,12 +50,11 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
                 compactions += 1
             elif step.agent_steps:
                 acted.append(step)
-            reward += step.reward
             over = over or step.terminated
             cut = cut or step.truncated
             for name, value in step.reward_components.items():
                 components[name] = components.get(name, 0) + value
-        rewards.append(reward)
+        rewards.append(rollout.total_reward)
         lengths.append(length)
         terminated += over
         truncated += cut

@@ -98,6 +98,10 @@ def test_a_program_that_crashes_is_no_compile_error() -> None:
     outcome = answered(env_of(compile_penalty=0.5), "print(1 / 0)")
     assert outcome.info["result"] == "crashed"
     assert outcome.reward == 0.0
+    reads_code = "n = int(input())\neval('1 2') if n == 3 else print(2 * n)"
+    outcome = answered(env_of(compile_penalty=0.5, reward="partial"), reads_code)
+    assert outcome.info["result"] == "crashed"
+    assert outcome.reward == pytest.approx(2 / 3)
     outcome = answered(env_of(limits={"wall_s": 0.5}), "while True: pass")
     assert outcome.info["result"] == "crashed"
     assert outcome.info["status"] == "wall_time"

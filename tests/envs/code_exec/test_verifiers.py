@@ -65,6 +65,10 @@ def test_a_checker_program_judges_tasks_with_several_answers(bubblewrap: Sandbox
     assert judge(task, "n = int(input())\nprint(1, n - 1)").outcome is Outcome.PASSED
     assert judge(task, "n = int(input())\nprint(0, n)").outcome is Outcome.FAILED
     assert judge(task, "print('no numbers')").outcome is Outcome.FAILED
+    reads = "import ast\nast.literal_eval(open('output.txt').read())"
+    literal = StdioTask("", task.cases, reads)
+    assert judge(literal, "print('[1]')").outcome is Outcome.PASSED
+    assert judge(literal, "print('no literal')").outcome is Outcome.FAILED
     broken = StdioTask("", task.cases, "def f(:")
     with pytest.raises(EnvError, match="does not compile"):
         judge(broken, "print(1)")

@@ -20,10 +20,12 @@ from ludic.errors import (
 from ludic.inference.templates.chat_template import ParsedCompletion
 from ludic.inference.templates.hf import HFChatTemplate
 from ludic.rollouts import CutFileWarning, GRPORequestStrategy, RolloutWriter
+from ludic.rollouts.storage import rollout_row
 from ludic.saw import SAWItem, drop_if, drop_overlong
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.batching import OfflineBatchSource
 from ludic.types import ChatResponse, Fork, ForkReason, Message, Rollout, TokenTrace
+from tests.oracles.rollouts import make_rollout
 from tests.rollouts.worlds import engine, request, template
 
 DIALOGUE: list[Message] = [
@@ -92,6 +94,11 @@ async def test_a_weight_scales_the_credit_of_its_row() -> None:
     data = [{**r, "weight": w} for r, w in zip(rows(3), (0.5, 2.0, None), strict=True)]
     batch = await source(data, shuffle=False).next_batch()
     assert [i.weight for i in batch.items] == [0.5, 2.0, 1.0]
+    rollout = make_rollout("a", [1.0])
+    weights = {"a": 0.5, "b": None}
+    stored = [{**rollout_row(rollout.labelled(id=n)), "weight": w} for n, w in weights.items()]
+    batch = await source(stored, shuffle=False).next_batch()
+    assert [i.weight for i in batch.items] == [0.5, 1.0]
 
 
 async def test_offline_rl_uses_rewards_and_keeps_groups_together() -> None:

@@ -61,6 +61,19 @@ def test_other_seats_of_the_run_stay_as_they_are() -> None:
     assert fixed["seats"] == {"Z": {"bot": "random"}}
 
 
+def test_a_past_policy_answers_as_its_seat_asks_for() -> None:
+    own = {"parser": {"kind": "xml", "tag": "move"}, "system_prompt": "You begin."}
+    bot = {"bot": "random", "choices": ["A1"]}
+    seats: dict[str, Any] = {"X": {**own, "collect": True}, "O": bot}
+    request = RolloutRequest(EnvSpec("two"), ProtocolSpec("multi_agent", {"seats": seats}))
+    plan = SelfPlay(request, ["X", "O"], past_share=1.0)
+    plan.slots = ["step-0"]
+    played = [r.protocol.kwargs["seats"] for r in plan.next_requests(20)]
+    assert {"X": {**own, "client": "past-0"}, "O": bot} in played
+    assert {"X": seats["X"], "O": {"client": "past-0"}} in played
+    assert seats["X"] == {**own, "collect": True}
+
+
 def test_the_state_goes_on_where_it_was() -> None:
     plan = curriculum()
     plan.slots = ["step-0"]

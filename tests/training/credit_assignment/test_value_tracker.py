@@ -8,6 +8,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ludic.errors import CheckpointError, ConfigError, CreditError
 from ludic.rollouts.requests import Curriculum, RolloutRequest
@@ -113,6 +114,27 @@ def test_each_task_is_measured_against_its_own_value() -> None:
     rollouts = [make_rollout("a", [1.0], task="easy"), make_rollout("b", [1.0], task="hard")]
     credit = TrackedAdvantage(tracker, normalize=False).compute(rollouts)
     assert credit == {("a", 0): pytest.approx(0.25), ("b", 0): pytest.approx(0.75)}
+
+
+def test_tasks_of_two_environments_are_two_whatever_they_are_called() -> None:
+    tracker = BetaTracker(1.0, prior_value=0.5, prior_count=1.0)
+    credit = TrackedAdvantage(tracker, normalize=False)
+    right, wrong = (
+        make_rollout(env, [reward], task="train#0").labelled(meta={"env": env})
+        for env, reward in (("gsm8k", 1.0), ("math", 0.0))
+    )
+    credit.compute([right, wrong])
+    assert credit.compute([right, wrong]) == {
+        ("gsm8k", 0): pytest.approx(0.25),
+        ("math", 0): pytest.approx(-0.25),
+    }
+    mix = {
+        env: replace(request, meta={"env": env}, task_key="any")
+        for env, request in (tasks("x") | tasks("y")).items()
+    }
+    credit.compute([make_rollout("a", [1.0], task="x").labelled(meta={"env": "x"})] * 50)
+    chances = UncertainTasks(mix, tracker).probabilities()
+    assert chances["x"] < chances["y"]
 
 
 def test_a_single_advantage_is_not_normalised() -> None:

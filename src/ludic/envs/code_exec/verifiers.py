@@ -135,9 +135,11 @@ _SYNTAX = (b"SyntaxError:", b"IndentationError:", b"TabError:", b"source code st
 
 
 def is_syntax_error(result: RunResult) -> bool:
-    """Whether a program ended before its first line because it is not Python."""
+    """Whether a program ended before its first line because it is not Python. One that ran, and
+    read something else as Python (`eval(input())`), leaves a traceback."""
     last = result.stderr.rstrip().rpartition(b"\n")[2]
-    return result.exit_code == 1 and not result.stdout and last.startswith(_SYNTAX)
+    ran = b"\nTraceback (most recent call last):" in b"\n" + result.stderr
+    return result.exit_code == 1 and not (ran or result.stdout) and last.startswith(_SYNTAX)
 
 
 def _lines(text: str) -> list[list[str]]:

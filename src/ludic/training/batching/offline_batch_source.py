@@ -172,15 +172,17 @@ class OfflineBatchSource(BatchSource):
         row, where = self._row(index), f"row {index}"
         if isinstance(row, Rollout):
             return row
+        weight = _number(row, "weight", where)
+        meta = {} if weight is None else {"weight": weight}
         if "rollout" in row:
-            return rollout_from_row(row, where)
+            stored = rollout_from_row(row, where)
+            return stored.labelled(meta={**stored.meta, **meta}) if meta else stored
         messages, prompt_messages = row_messages(row, where)
         if self.chat_template is None:
             raise ConfigError(
                 f"{where} holds messages: OfflineBatchSource needs a chat_template, such as "
                 "HFChatTemplate(tokenizer), to tokenise them"
             )
-        weight = _number(row, "weight", where)
         return rollout_from_messages(
             messages,
             self.chat_template,
@@ -191,7 +193,7 @@ class OfflineBatchSource(BatchSource):
             reward=_number(row, "reward", where) or 0.0,
             group_id=row.get("group_id") or None,
             task_key=row.get("task_key") or None,
-            meta={} if weight is None else {"weight": weight},
+            meta=meta,
         )
 
     def _tokens_of(self, rollouts: Sequence[Rollout]) -> int:

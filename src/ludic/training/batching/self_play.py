@@ -80,8 +80,11 @@ class SelfPlay:
             return request
         taken = int(slot * len(self.slots))
         kwargs = dict(request.protocol.kwargs)
-        opponent = {"client": past_name(taken)}
-        kwargs["seats"] = {**kwargs.get("seats", {}), self._seats[seat]: opponent}
+        seats = kwargs.get("seats", {})
+        own = seats.get(self._seats[seat], {})  # its parser and prompt are its player's, too
+        opponent = {} if "bot" in own else {k: v for k, v in own.items() if k != "collect"}
+        opponent["client"] = past_name(taken)
+        kwargs["seats"] = {**seats, self._seats[seat]: opponent}
         return structs.replace(
             request,
             protocol=ProtocolSpec(request.protocol.kind, kwargs),

@@ -16,6 +16,7 @@ from msgspec import structs
 from ludic.errors import CheckpointError, ConfigError, CreditError
 from ludic.rollouts.curricula import DrawnTasks
 from ludic.rollouts.requests import RolloutRequest
+from ludic.saw.statistics import ENV
 from ludic.training.credit_assignment.returns import Credit, rollout_return, spread
 from ludic.types import Rollout
 
@@ -145,7 +146,8 @@ class BetaTracker:
 
 @dataclass(slots=True)
 class TrackedAdvantage:
-    """r − v̂ of the rollout's `task_key`, normalised over the batch: (A − mean) / (std + `eps`).
+    """r − v̂ of the rollout's `task_key` in its environment (`meta["env"]`, where a run has
+    several), normalised over the batch: (A − mean) / (std + `eps`).
 
     r is the return, with the interval `returns` mapped to [0, 1]; one outside of it is a
     `CreditError`. v̂ is the tracker's value before this batch, which is then taken in: so `compute`
@@ -173,7 +175,7 @@ class TrackedAdvantage:
                     f"rollout {rollout.id!r} has no task_key, by which its value is tracked: set "
                     "RolloutRequest.task_key"
                 )
-            outcomes.append((rollout.task_key, self._mapped(rollout)))
+            outcomes.append((_name(rollout.task_key, rollout.meta), self._mapped(rollout)))
         advantages = [reward - self.tracker.value(key) for key, reward in outcomes]
         self.tracker.update(outcomes)
         if self.normalize and len(advantages) > 1:
@@ -210,6 +212,11 @@ class TrackedAdvantage:
         self.tracker.load_state_dict(state)
 
 
+def _name(task_key: str, meta: Mapping[str, Any]) -> str:
+    """The task among those of all environments, two of which may give theirs the same names."""
+    return f"{meta[ENV]}/{task_key}" if ENV in meta else task_key
+
+
 class UncertainTasks(DrawnTasks):
     """SPO's curriculum: draws tasks ∝ √(v̂(1 − v̂)) + `eps`, where v̂ is the tracker's value of the
     task, so that those with the least certain outcome come most often.
@@ -234,6 +241,6 @@ class UncertainTasks(DrawnTasks):
         self._tracker, self._eps = tracker, eps
 
     def probabilities(self) -> Mapping[str, float]:
-        names = list(self._tasks)
-        weights = self._tracker.sampling_weights(names, self._eps)
-        return dict(zip(names, weights, strict=True))
+        tracked = [_name(name, request.meta) for name, request in self._tasks.items()]
+        weights = self._tracker.sampling_weights(tracked, self._eps)
+        return dict(zip(self._tasks, weights, strict=True))
