@@ -75,7 +75,8 @@ class Trainer:
     batches then come from rank 0's source, and only rank 0 publishes and logs. `stateful` are other
     objects to save with every checkpoint. A `tokenizer` is saved beside every saved model.
     `callbacks` are called after every step, with its number and its metrics, and awaited if they
-    are async. A `token_log` gets the weight, log-prob and entropy of every trained token.
+    are async, but not the tasks that they return. A `token_log` gets the weight, log-prob and
+    entropy of every trained token.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class Trainer:
         if self._checkpoints and self.step % self._checkpoints.cfg.every == 0:
             await self._save()
         for callback in self.callbacks:
-            if inspect.isawaitable(told := callback(self.step, metrics)):
+            if inspect.iscoroutine(told := callback(self.step, metrics)):
                 await told
         return metrics
 
