@@ -135,9 +135,14 @@ async def test_the_sampling_settings_of_each_call_are_kept_as_json() -> None:
 
 async def test_what_a_server_was_asked_for_besides_is_kept_with_the_settings() -> None:
     agent = scripted_agent([move("a")])
-    agent.inference = InferenceSpec(extensions=VLLMExtensions(max_think_tokens=9))
+    overrides = {"logit_bias": {5: -1.0}, "bad_words": ("no",)}  # as a server takes them, too
+    extensions = VLLMExtensions(overrides, max_think_tokens=9)
+    agent.inference = InferenceSpec(extensions=extensions)
     (step,) = await turns(agent, 1)
-    assert step.sampling["extensions"] == {"max_think_tokens": 9}
+    assert step.sampling["extensions"] == {
+        "extra_body_overrides": {"logit_bias": {"5": -1.0}, "bad_words": ["no"]},
+        "max_think_tokens": 9,
+    }
     assert from_json(AgentStep, to_json(step)) == step
 
 

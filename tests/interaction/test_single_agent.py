@@ -437,6 +437,26 @@ async def test_what_two_episodes_at_a_time_would_mix_is_refused(shared: str) -> 
     assert again.total_reward == first.total_reward
 
 
+async def test_an_agent_that_is_being_closed_is_still_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent = scripted_agent([move("a"), move("b")], client={"cycle": True})
+    closing, closed = asyncio.Event(), asyncio.Event()
+
+    async def close() -> None:
+        closing.set()
+        await closed.wait()
+
+    monkeypatch.setattr(agent, "close", close)
+    first = asyncio.create_task(play(agent, Countdown(2)))
+    await closing.wait()
+    with pytest.raises(ConfigError, match="in use in an episode under way"):
+        await asyncio.wait_for(play(agent, Countdown(2)), 10)
+    closed.set()
+    assert (await first).error is None
+    assert (await play(agent, Countdown(2))).error is None
+
+
 @pytest.mark.integration
 async def test_an_environment_in_a_process_of_its_own_is_played_like_any_other() -> None:
     def first_free(call: Any) -> str:

@@ -41,6 +41,7 @@ def test_rollouts_of_a_group_count_as_one_group() -> None:
 def test_two_rollouts_of_one_name_are_not_counted_as_one() -> None:
     maths, again, code = ({"env": env, "total_reward": 1.0} for env in ("maths", "maths", "code"))
     make_batch([item(meta=maths), item(meta=again)])  # one that forked
+    make_batch([item(meta=maths), item()])  # made by hand, it does not say
     with pytest.raises(BatchError, match=r"both called 'r': .*'maths'.*'code'"):
         make_batch([item(meta=maths), item(meta=code)])
 

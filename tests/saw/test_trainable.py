@@ -53,3 +53,5 @@ def test_what_only_ends_or_schedules_a_completion_may_be_trained_on() -> None:
     overrides = {"stop_token_ids": [7], "priority": 1}
     harmless = {"ignore_eos": True, "extra_body_overrides": overrides}
     check_sampling(PLAIN | {"extensions": harmless}, kept_ids_recorded=False, where="step 3")
+    as_it_is = {"extra_body_overrides": {"repetition_penalty": 1.0, "logit_bias": None}}
+    check_sampling(PLAIN | {"extensions": as_it_is}, kept_ids_recorded=False, where="step 3")

@@ -152,6 +152,25 @@ def test_parameters_that_are_to_be_trained_later_than_the_trainer_was_made_are_r
     trainer.close()
 
 
+async def test_a_task_that_a_callback_starts_is_not_waited_for(tmp_path: Path) -> None:
+    started: list[asyncio.Task[Any]] = []
+
+    def start(step: int, metrics: Mapping[str, float]) -> object:
+        started.append(asyncio.create_task(asyncio.Event().wait()))
+        return started[-1]
+
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=reinforce(),
+        batch_source=SyntheticSource(),
+        cfg=config(tmp_path),
+        callbacks=[start],
+    )
+    async with asyncio.timeout(60):
+        await trainer.train(2)
+    assert [task.cancel() for task in started] == [True, True]
+
+
 def test_the_algorithm_of_a_trainer_stays(tmp_path: Path) -> None:
     trainer: Any = Trainer(
         model=tiny_model(), algo=reinforce(), batch_source=SyntheticSource(), cfg=config(tmp_path)

@@ -6,6 +6,7 @@ the template allows it; where not, the new call's `fork` says why. Agents are on
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import takewhile
@@ -170,7 +171,7 @@ class ModelCaller:
         parsed = _cleaned(self.template_for(tools).parse(response))
         settings = {**_as_json(sampling), "seed": seed, "max_tokens": limit}
         if extensions := self.inference.extensions:
-            settings["extensions"] = dict(extensions)
+            settings["extensions"] = json.loads(json.dumps(extensions, default=str))
         return ModelCall(messages, tools, new_messages, parsed, response, fork, settings)
 
     def _check(self, prompt: tuple[int, ...], response: ChatResponse) -> None:

@@ -92,8 +92,14 @@ class Episode:
         A failure is recorded on every track, also one that is no `Exception`. Cancellation from
         outside, Ctrl-C and errors of configuration propagate.
         """
-        limit = self.spec.episode_timeout_s
         self.claim(self.runner.env)
+        try:
+            await self._play_and_close(loop)
+        finally:
+            _IN_PLAY.difference_update(map(id, self._claimed))
+
+    async def _play_and_close(self, loop: Callable[[], Awaitable[None]]) -> None:
+        limit = self.spec.episode_timeout_s
         try:
             with deadline(limit) as over:
                 await loop()
@@ -106,7 +112,6 @@ class Episode:
                 exc = DeadlineError("the end of the episode", self.spec.episode_id, limit or 0.0)
             self.fail(exc)
         finally:
-            _IN_PLAY.difference_update(map(id, self._claimed))
             await self.runner.close()
             for agent in self.agents:
                 try:

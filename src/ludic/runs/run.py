@@ -444,5 +444,5 @@ class Run:
             for sentence in self.watch.take(metrics):
                 warn(f"update {step}: {sentence}")
         for callback in self.callbacks:
-            if inspect.isawaitable(told := callback(Update(stage, step, metrics))):
+            if inspect.iscoroutine(told := callback(Update(stage, step, metrics))):
                 await told

@@ -188,7 +188,6 @@ class Stages:
             run.ranks.stage("rl", run.folder, version),
         ):
             trainer = run.trainer
-            trainer.optimizer.take_weights()  # it may be older than the cold start
             trainer.version = version
             await trainer.start()
             stage_before = self.reports.get("after_sft") or self.reports.get("before")

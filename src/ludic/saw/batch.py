@@ -69,19 +69,21 @@ def count_items(items: Iterable[SAWItem]) -> BatchCounts:
         tokens += item.turns[-1].end
         turns.update([(item.rollout_id, span.turn_index) for span in item.turns])
         first = rollouts.setdefault(item.rollout_id, item)
-        if first.meta is not item.meta and _played(first) != _played(item):
-            raise BatchError(
-                f"two rollouts are both called {item.rollout_id!r}: {_played(first)} and "
-                f"{_played(item)}. Are they of two sources? Give the items of one of them other "
-                "names (`rollout_id`, `group_id`)"
-            )
+        if first.meta is not item.meta:
+            one, other = _played(first), _played(item)
+            if one | other != other | one:
+                raise BatchError(
+                    f"two rollouts are both called {item.rollout_id!r}: {one} and {other}. Are "
+                    "they of two sources? Give the items of one of them other names "
+                    "(`rollout_id`, `group_id`)"
+                )
         groups.add(group_key(item))
     return BatchCounts(tokens, len(turns), len(rollouts), len(groups))
 
 
 def _played(item: SAWItem) -> dict[str, Any]:
-    """What is the same in all the items of a rollout."""
-    return {name: item.meta.get(name) for name in ("env", "task_key", "total_reward")}
+    """What is the same in all the items of a rollout, where they say it."""
+    return {n: item.meta[n] for n in ("env", "task_key", "total_reward") if n in item.meta}
 
 
 def group_key(item: SAWItem) -> Hashable:

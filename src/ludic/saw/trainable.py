@@ -64,8 +64,8 @@ def check_sampling(sampling: Mapping[str, Any], *, kept_ids_recorded: bool, wher
             )
     extensions = sampling.get("extensions", {})
     overrides = extensions.get("extra_body_overrides", {})
-    asked = {*extensions, *overrides, *overrides.get("sampling_params", {})}
-    if reshaping := sorted(_RESHAPING & asked):
+    asked = {**extensions, **overrides, **overrides.get("sampling_params", {})}
+    if reshaping := sorted(n for n in _RESHAPING & set(asked) if asked[n] != sampling.get(n)):
         raise NotTrainableError(
             f"{where} was sampled with {', '.join(reshaping)} among the extensions, which the "
             "trainer cannot reproduce: tokens that the server forces or forbids are not those of "

@@ -25,7 +25,7 @@ from ludic.saw.items import SAWBatch
 from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World, work_on
 from ludic.training.algorithm import RLAlgorithm, Stateful, one_algorithm
-from ludic.training.batching.ahead import SamplingAhead
+from ludic.training.batching.ahead import SamplingAhead, check_scored
 from ludic.training.batching.source import (
     BatchesEnded,
     GivesBatches,
@@ -75,7 +75,8 @@ class Trainer:
     batches then come from rank 0's source, and only rank 0 publishes and logs. `stateful` are other
     objects to save with every checkpoint. A `tokenizer` is saved beside every saved model.
     `callbacks` are called after every step, with its number and its metrics, and awaited if they
-    are async. A `token_log` gets the weight, log-prob and entropy of every trained token.
+    are async, but not the tasks that they return. A `token_log` gets the weight, log-prob and
+    entropy of every trained token.
     """
 
     def __init__(
@@ -101,17 +102,8 @@ class Trainer:
         self._source_name = type(batch_source).__name__  # for errors: not that of a wrapper
         if cfg.overlap and source is not None and not source.works_ahead:
             source = SamplingAhead(source, self._published)
-        if source is not None and source.works_ahead and source.changes(model):
-            raise ConfigError(
-                "the next batch would be scored with the trained model, or its base, while it is "
-                "trained: turn `overlap` off, or give LocalScores a model of its own"
-            )
-        if source is not None and cfg.updates_per_batch == 1 and source.refers_to(model):
-            raise ConfigError(
-                "the reference is the trained model itself, so that its KL is always 0: give "
-                "LocalScores a model of its own, such as copy.deepcopy(model) from before the "
-                "training, or without_adapter=True for the base of an adapter"
-            )
+        if source is not None:
+            check_scored(source, model, cfg)
         self.model, self.source, self.publisher = model, source, publisher
         check_precision(cfg.precision, model, "TrainerConfig")
         self.policy = Policy(model, cfg, graphs=cfg.graphs and mesh is None)
@@ -330,7 +322,7 @@ class Trainer:
         if self._checkpoints and self.step % self._checkpoints.cfg.every == 0:
             await self._save()
         for callback in self.callbacks:
-            if inspect.isawaitable(told := callback(self.step, metrics)):
+            if inspect.iscoroutine(told := callback(self.step, metrics)):
                 await told
         return metrics
 

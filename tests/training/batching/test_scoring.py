@@ -187,6 +187,9 @@ def test_the_trained_model_is_no_reference_for_itself(tmp_path: Path) -> None:
             train_with(LocalScores(itself))
         with pytest.raises(ConfigError, match="while it is trained"):
             train_with(LocalScores(itself), overlap=True)
+    model.requires_grad_(False)  # as PeftModel.from_pretrained leaves an adapter
+    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+        train_with(LocalScores(apart))
 
 
 async def test_the_adapter_is_on_again_for_whoever_gives_up(

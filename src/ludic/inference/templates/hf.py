@@ -231,7 +231,7 @@ class HFChatTemplate:
             ids = self.codec.encode(text[end:])
         self._remember(
             (*previous.prompt_token_ids, *completion, *ids),
-            _Rendered(_copies(messages), guarded, tools, text),
+            _Rendered((*before.messages, *_copies(messages[last:])), guarded, tools, text),
         )
         return ids
 
@@ -303,7 +303,7 @@ class HFChatTemplate:
                 ForkReason.HISTORY_REWRITTEN,
                 "the previous prompt's ids do not spell the messages before the sampled one",
             )
-        return _Rendered(tuple(messages), guarded, tools, text)
+        return _Rendered(_copies(messages), guarded, tools, text)
 
     def _made_with_other_tools(
         self, guarded: Sequence[Mapping[str, Any]], spelled: str, tools: Tools

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ludic.errors import ConfigError
 from ludic.saw.items import SAWBatch
 from ludic.training.batching.source import (
     BatchSource,
@@ -17,6 +18,8 @@ from ludic.training.batching.source import (
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ludic.training.config import TrainerConfig
 
 
 class WrappedSource(BatchSource):
@@ -97,3 +100,18 @@ class SamplingAhead(WrappedSource, WorksAhead):
 
     def committed(self, state: Mapping[str, Any]) -> None:
         self.source.committed(state)
+
+
+def check_scored(source: BatchSource, model: nn.Module, cfg: TrainerConfig) -> None:
+    """Raises `ConfigError` where the trained model may not score what it is trained on."""
+    if source.works_ahead and source.changes(model):
+        raise ConfigError(
+            "the next batch would be scored with the trained model, or its base, while it is "
+            "trained: turn `overlap` off, or give LocalScores a model of its own"
+        )
+    if cfg.updates_per_batch == 1 and source.refers_to(model):
+        raise ConfigError(
+            "the reference is the trained model itself, so that its KL is always 0: give "
+            "LocalScores a model of its own, such as copy.deepcopy(model) from before the "
+            "training, or without_adapter=True for the base of an adapter"
+        )

@@ -322,8 +322,8 @@ def _scores_with(model: nn.Module, part: object) -> bool:
     adapter into the very layers of the base that it was given."""
     match part:
         case LocalScores():
-            scoring = set(map(id, part.policy.model.parameters()))
-            return all(id(p) in scoring for p in model.parameters() if p.requires_grad)
+            trained = {id(p) for p in model.parameters() if p.requires_grad}
+            return bool(trained) and trained.issubset(map(id, part.policy.model.parameters()))
         case ReferenceScorer(scores) | TeacherScorer(scores):
             return _scores_with(model, scores)
         case RoutedScores(models):
