@@ -59,7 +59,7 @@ class Episode:
         self.runner = EnvRunner(env, step_timeout_s=spec.step_timeout_s)
         self.tracks: list[AgentTrack] = []
         self.agents: list[Agent] = []
-        self._claimed: list[object] = []
+        self._claimed: set[int] = set()
         self.error: str | None = None
         self.task_key: str | None = None
 
@@ -70,14 +70,15 @@ class Episode:
     def claim(self, part: object) -> None:
         """Keeps an environment or a context to this episode until it is over: in two at a time, it
         would mix them. Raises `ConfigError` where another has it."""
-        if id(part) in _IN_PLAY:
+        key = id(part)
+        if key in _IN_PLAY:
             raise ConfigError(
                 f"episode {self.spec.episode_id!r} was given a {type(part).__name__} that is in "
                 "use in an episode under way: make an environment for each episode, and an agent "
                 "with its own context for each role of each"
             )
-        _IN_PLAY.add(id(part))
-        self._claimed.append(part)
+        _IN_PLAY.add(key)
+        self._claimed.add(key)
 
     def open_track(self, agent_id: AgentID) -> AgentTrack:
         """A new track for one of the environment's agents."""
@@ -92,14 +93,8 @@ class Episode:
         A failure is recorded on every track, also one that is no `Exception`. Cancellation from
         outside, Ctrl-C and errors of configuration propagate.
         """
-        self.claim(self.runner.env)
-        try:
-            await self._play_and_close(loop)
-        finally:
-            _IN_PLAY.difference_update(map(id, self._claimed))
-
-    async def _play_and_close(self, loop: Callable[[], Awaitable[None]]) -> None:
         limit = self.spec.episode_timeout_s
+        self.claim(self.runner.env)
         try:
             with deadline(limit) as over:
                 await loop()
@@ -112,14 +107,17 @@ class Episode:
                 exc = DeadlineError("the end of the episode", self.spec.episode_id, limit or 0.0)
             self.fail(exc)
         finally:
-            await self.runner.close()
-            for agent in self.agents:
-                try:
-                    await agent.close()
-                except BaseException as exc:  # the episode is over: there is nothing left to save
-                    if is_for_us(exc):
-                        raise
-                    _log.warning("an agent was not closed properly: %s", error_text(exc))
+            try:
+                await self.runner.close()
+                for agent in self.agents:
+                    try:
+                        await agent.close()
+                    except BaseException as exc:  # the episode is over: nothing is left to save
+                        if is_for_us(exc):
+                            raise
+                        _log.warning("an agent was not closed properly: %s", error_text(exc))
+            finally:
+                _IN_PLAY.difference_update(self._claimed)
 
     async def reset(self) -> Openings:
         """Begins the episode; what each agent first sees."""
