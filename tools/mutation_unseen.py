@@ -198,7 +198,7 @@ UNSEEN: dict[tuple[str, str, str], str] = {
             ),
             (
                 "training/credit_assignment/value_tracker.py",
-                "return dict(zip(names, weights, strict=True))",
+                "return dict(zip(self._tasks, weights, strict=True))",
             ),
             (
                 _PLANNING,
