@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from ludic.cli.training import train
 from ludic.errors import ConfigError, PipelineError
 from ludic.pipeline.local_redis import LocalRedis
 from ludic.rollouts import read_rollouts, read_token_log
@@ -100,6 +101,22 @@ def test_without_a_redis_server_one_sentence_says_what_to_install(
 def test_what_only_one_process_can_do_is_refused(setting: str, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         Run.from_file("tic-tac-toe", ["pipeline={}", setting])
+
+
+def test_the_table_that_a_run_file_has_stays_with_async(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(
+        '[env]\nkind = "tic_tac_toe"\n[pipeline]\nactors = 8\nurl = "redis://127.0.0.1:1/0"\n'
+    )
+    for run, actors in (("run.toml", 8), ("tic-tac-toe", 3)):
+        address = [] if run == "run.toml" else ["pipeline.actors=3", "pipeline.url=redis://h:1/0"]
+        train(run, address, asynchronous=True, dry_run=True)
+        assert json.loads(capsys.readouterr().out)["pipeline"]["actors"] == actors
+    train("run.toml", ["pipeline.stale=drop"], asynchronous=True, dry_run=True)
+    pipeline = json.loads(capsys.readouterr().out)["pipeline"]
+    assert (pipeline["actors"], pipeline["stale"]) == (8, "drop")
 
 
 def test_a_password_in_a_run_file_is_refused() -> None:

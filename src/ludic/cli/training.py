@@ -35,11 +35,12 @@ def train(
 ) -> None:
     """Train an agent: cold start if the run has one, RL, evaluation."""
     from ludic.runs.run import Run
+    from ludic.runs.settings import find_run
 
     settings = list(overrides or [])
     if asynchronous and resume is not None:
         raise ConfigError("--resume continues the run as it began: leave --async out")
-    if asynchronous:
+    if asynchronous and run is not None and find_run(run, settings)[0].pipeline is None:
         settings.insert(0, "pipeline={}")
     if resume is None:
         plan = Run.from_file(run, settings, out=out)

@@ -160,21 +160,21 @@ def _redis(address: str) -> str:
 
 
 class PipelineSection(Section):
-    """RL in several processes: actors that sample, and a trainer, joined by Redis. `ludic
-    train RUN --async` is this table with its defaults. Without a `url`, a Redis is started for
-    the run; a URL with a password is in the environment variable `url_env`. `name` is that of the
-    run's keys; left out, it is that of its folder. `actors` are started with the trainer; more may
-    join from anywhere with `ludic actor`. With `stale = "wait"`, actors wait so that no sample is
-    older than `training.max_lag` updates; with `"drop"` and `"correct"` they run ahead, and what is
-    older is dropped and its prompt put back, or trained on with the loss's corrections. When new
-    weights come to an actor that samples in-process, its completions under way `"continue"` under
-    them, each token with its version, or `"finish"` first (`on_update`). Batches have groups in the
-    order of their requests (`in_order`), or as they arrive. At most `max_groups` groups and about
-    `max_bytes` are between actors and trainer. After `lease_s` without a word, an actor's work is
-    given to another. `policy_folder` is where actors that sample in-process find the weights, if
-    they share it. Actors on other machines fetch them by HTTP from the trainer and from each other:
-    each listens on `policy_address`, an address of its machine with or without a port, or `auto`
-    for the one by which it reaches Redis."""
+    """RL in several processes: actors that sample, and a trainer, joined by Redis. `ludic train RUN
+    --async` is this table with its defaults, where the file has none. Without a `url`, a Redis is
+    started for the run; a URL with a password is in the environment variable `url_env`. `name` is
+    that of the run's keys; left out, it is that of its folder. `actors` are started with the
+    trainer; more may join from anywhere with `ludic actor`. With `stale = "wait"`, actors wait so
+    that no sample is older than `training.max_lag` updates; with `"drop"` and `"correct"` they run
+    ahead, and what is older is dropped and its prompt put back, or trained on with the loss's
+    corrections. When new weights come to an actor that samples in-process, its completions under
+    way `"continue"` under them, each token with its version, or `"finish"` first (`on_update`).
+    Batches have groups in the order of their requests (`in_order`), or as they arrive. At most
+    `max_groups` groups and about `max_bytes` are between actors and trainer. After `lease_s`
+    without a word, an actor's work is given to another. `policy_folder` is where actors that sample
+    in-process find the weights, if they share it. Actors on other machines fetch them by HTTP from
+    the trainer and from each other: each listens on `policy_address`, an address of its machine
+    with or without a port, or `auto` for the one by which it reaches Redis."""
 
     actors: int = Field(default=2, ge=0)
     url: Annotated[str, AfterValidator(_redis)] | None = None
