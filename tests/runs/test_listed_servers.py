@@ -55,3 +55,14 @@ async def test_a_listed_server_without_the_routes_is_named(tmp_path: Path, route
         )
         with pytest.raises(LudicError, match=server.url):
             await open_vllm(config, tiny_model(**SIZES), tiny_tokenizer(), stack, None)
+
+
+async def test_the_longest_conversation_of_a_run_holds_with_a_listed_server(tmp_path: Path) -> None:
+    tiny_model(**SIZES).save_pretrained(tmp_path)
+    async with PlayingServer(folder=tmp_path).serving() as server, AsyncExitStack() as stack:
+        config = parse_run(
+            f'[env]\nkind = "tic_tac_toe"\n[model]\nname = "{tmp_path}"\n'
+            f'[inference]\nbackend = "vllm"\nservers = ["{server.url}"]\nmax_context_tokens = 40\n'
+        )
+        client, _ = await open_vllm(config, tiny_model(**SIZES), tiny_tokenizer(), stack, None)
+        assert client.max_context_tokens == 40  # and not the server's

@@ -79,7 +79,8 @@ async def open_vllm(
         )
     if not servers:
         name, servers = _NAME, [await _start(config, model, tokenizer, stack, folder)]
-    client = VLLMChatClient(servers, model=name, api_key=key)
+    longest = config.inference.max_context_tokens
+    client = VLLMChatClient(servers, model=name, api_key=key, max_context_tokens=longest)
     stack.push_async_callback(client.close)
     await client.connect(tokenizer=tokenizer, timeout_s=patience_s)
     publisher: ServerPublisher

@@ -43,6 +43,21 @@ async def client(fake: FakeVLLM) -> AsyncIterator[VLLMChatClient]:
         yield found
 
 
+async def test_a_shorter_context_than_the_servers_bounds_prompts_and_completions(
+    fake: FakeVLLM,
+) -> None:
+    async with VLLMChatClient(fake.url, backoff=QUICK, max_context_tokens=40) as client:
+        await client.connect()
+        assert client.max_context_tokens == 40  # the server takes 128
+        await client.complete_tokens(request([5] * 30, max_tokens=None))
+        assert fake.bodies[-1]["sampling_params"]["max_tokens"] == 10
+        with pytest.raises(RequestRejectedError, match="max_context_tokens=40"):
+            await client.complete_tokens(request([5] * 40))
+    async with VLLMChatClient(fake.url, backoff=QUICK, max_context_tokens=4000) as client:
+        await client.connect()
+        assert client.max_context_tokens == 128
+
+
 async def test_it_is_a_versioned_chat_client(client: VLLMChatClient) -> None:
     assert isinstance(client, ChatClient)
     assert isinstance(client, VersionedClient)

@@ -37,6 +37,7 @@ class VLLMChatClient(Rotation):
             longer counts as away.
         max_retries: how often a request is tried again.
         version: the number of the weights that the servers were started with.
+        max_context_tokens: the longest prompt plus completion, where the servers take a longer one.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class VLLMChatClient(Rotation):
         max_retries: int = 8,
         backoff: Backoff | None = None,
         version: int = 0,
+        max_context_tokens: int | None = None,
     ) -> None:
         urls = [servers] if isinstance(servers, str) else list(servers)
         users = [split_user(url)[1] for url in urls]
@@ -81,12 +83,13 @@ class VLLMChatClient(Rotation):
         self.retries = 0
         self._timeout_s = timeout_s
         self._max_retries = max_retries
+        self._longest = max_context_tokens
 
     @property
     def max_context_tokens(self) -> int | None:
         """The longest prompt plus completion; None until a server was asked."""
         lengths = [r.facts.max_model_len for r in self.replicas if r.facts is not None]
-        return min((n for n in lengths if n is not None), default=None)
+        return min((n for n in (*lengths, self._longest) if n is not None), default=None)
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
         """Samples one completion; see `ChatClient`. Prompt log-probs, when asked for, are in
@@ -169,8 +172,10 @@ class VLLMChatClient(Rotation):
         session = connection.session if pooled else connection.unpooled
         facts = replica.facts
         assert facts is not None
-        ids, limit = request.prompt_token_ids, facts.max_model_len
-        room = completion_room(ids, limit, "the server's max_model_len")
+        limit, setting = facts.max_model_len, "the server's max_model_len"
+        if self._longest is not None and (limit is None or self._longest < limit):
+            limit, setting = self._longest, "max_context_tokens"
+        room = completion_room(request.prompt_token_ids, limit, setting)
         if (room := room or request.sampling.max_tokens) is None:
             raise RequestRejectedError(
                 "the server does not say how long a context it takes: set max_tokens"

@@ -115,7 +115,13 @@ async def _opened(
         ours = episodes.with_template(config, named)
         model = "policy" if servers and not config.inference.servers else config.model.name
         # Weights that a server was started with are no trainer's: no version that there will be.
-        client = VLLMChatClient(addresses, model=model, api_key=key, version=-1 if roster else 0)
+        client = VLLMChatClient(
+            addresses,
+            model=model,
+            api_key=key,
+            version=-1 if roster else 0,
+            max_context_tokens=config.inference.max_context_tokens,
+        )
         await stack.enter_async_context(client)
         await client.connect(tokenizer=ours)
         if roster is not None:
