@@ -27,7 +27,7 @@ from ludic.rollouts import ProtocolSpec, RolloutEngine, RolloutWriter
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.rollouts.processes import WorkerPool, pool
 from ludic.rollouts.processes.messages import described, made
-from ludic.types import EnvironmentStep, Message, Rollout
+from ludic.types import EnvironmentStep, EnvSpec, Message, Rollout
 from tests.inference.local.asking import until
 from tests.rollouts.processes import worlds
 from tests.rollouts.worlds import (
@@ -181,6 +181,20 @@ async def test_errors_of_the_client_are_those_of_one_process() -> None:
     assert alone.error is not None
     assert "no such prompt" in alone.error
     assert there == alone
+
+
+async def test_arguments_that_would_come_changed_are_refused_and_not_changed() -> None:
+    asked = [
+        structs.replace(request("taking"), env=EnvSpec("taking", {"given": given}))
+        for given in ((1, 2), {3, 1}, [1, 2.0])
+    ]
+    async with WorkerPool(1) as workers:
+        playing = in_processes(workers, max_failure_rate=1.0)
+        *changed, kept = await playing.generate_rollouts(asked, 1, 3)
+    for rollout in changed:
+        assert "cannot be sent" in (rollout.error or "")
+        assert "use a list" in (rollout.error or "")
+    assert kept.env_steps[-1].next_obs == "[1, 2.0]"
 
 
 async def test_what_cannot_be_sent_costs_one_episode() -> None:

@@ -33,6 +33,17 @@ class DyingEnv(GuessEnv):
         raise AssertionError
 
 
+class TakingEnv(GuessEnv):
+    """Says what argument it got."""
+
+    def __init__(self, given: object) -> None:
+        super().__init__()
+        self.given = given
+
+    def env_step(self, action: Action) -> StepOutcome:
+        return StepOutcome(repr(self.given), 1.0, terminated=True)
+
+
 class FreezingEnv(GuessEnv):
     """Holds up its whole process for longer than anybody waits."""
 
@@ -71,4 +82,5 @@ ENVS: dict[str, Any] = {
     "dying": DyingEnv,
     "freezing": FreezingEnv,
     "tidy": TidyEnv,
+    "taking": TakingEnv,
 }

@@ -23,7 +23,14 @@ from ludic.inference.client import ChatClient, QueueingClient, TokenCompletionRe
 from ludic.plumbing.records import changed
 from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
 from ludic.rollouts.processes import messages
-from ludic.rollouts.processes.messages import described, pack, raised_error, sent_error, unpack
+from ludic.rollouts.processes.messages import (
+    described,
+    pack,
+    pack_exactly,
+    raised_error,
+    sent_error,
+    unpack,
+)
 from ludic.rollouts.requests import PlannedEpisode
 from ludic.rollouts.storage import EncodedRollouts
 from ludic.types import ChatResponse, Rollout
@@ -139,7 +146,7 @@ class _Process:
             self._channel.put(messages.Runner(len(self._runners), description))
             self._runners.append(runner)
         try:
-            planned = pack(episode)
+            planned = pack_exactly(episode)
         except SerializationError as exc:
             raise _LostEpisode(f"it cannot be sent to the process that plays it: {exc}") from exc
         number = next(self._numbers)
