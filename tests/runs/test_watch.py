@@ -202,6 +202,22 @@ def test_an_adapter_over_random_weights_is_doubted() -> None:
     assert doubtful(config()) == doubtful(config("model.name=other", "model.lora.rank=4")) == []
 
 
+@pytest.mark.parametrize(
+    ("setting", "with_effect"),
+    [
+        ("sft={data='rows.jsonl', examples=20}", "sft={teacher='a:b', examples=20}"),
+        ("training.final_lr_ratio=0.1", "training.schedule=linear"),
+        ("training.past_share=0.9", "training.past_opponents=2"),
+        ("reference={model='start', horizon='token'}", "reference.kl_in_reward=0.1"),
+        ("inference={backend='vllm', deterministic=true}", "inference.backend=local"),
+    ],
+)
+def test_a_setting_without_effect_is_doubted(setting: str, with_effect: str) -> None:
+    (doubt,) = doubtful(config(setting))
+    assert "has no effect" in doubt
+    assert doubtful(config(setting, with_effect)) == []
+
+
 def test_a_report_ends_with_its_warnings() -> None:
     stages = {"before": report("before", [1.0, 0.0])}
     assert str(RunReport(stages, (), ("look out",))).endswith("\nwarning: look out")

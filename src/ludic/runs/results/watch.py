@@ -17,6 +17,7 @@ from ludic.inference import HFChatTemplate
 from ludic.inference.local.client import eos_ids
 from ludic.plumbing.model_parts import base_causal_lm
 from ludic.runs.settings import RunConfig
+from ludic.runs.settings.base import Section
 
 WINDOW = 10
 """How many updates are averaged. While a run goes on, nothing is said before there are as many."""
@@ -246,7 +247,7 @@ def hacked(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
 
 def doubtful(config: RunConfig, model: Any = None, template: Any = None) -> list[str]:
     """Says which settings do not go together, although each is right."""
-    doubts = []
+    doubts = _without_effect(config)
     if config.model.name == "tiny" and config.model.lora is not None:
         doubts.append(
             'model.name="tiny" has random weights, and [model.lora] leaves its embeddings as they '
@@ -261,6 +262,49 @@ def doubtful(config: RunConfig, model: Any = None, template: Any = None) -> list
                 f"the chat template ends a message with {spelled!r}, at which sampling does not "
                 f"stop: inference.sampling.stop_token_ids = [{end}] stops it"
             )
+    return doubts
+
+
+def _without_effect(config: RunConfig) -> list[str]:
+    """Says which settings were given that nothing in this run goes by."""
+    training, inference = config.training, config.inference
+    sft, reference = config.sft, config.reference
+    local = training.past_opponents or any(player.server is None for player in config.player)
+    idle: dict[str, tuple[Section | None, bool, str]] = {
+        "sft.examples": (
+            sft,
+            sft is not None and sft.data is not None,
+            "it is for a teacher, and all rows of sft.data are trained on",
+        ),
+        "training.final_lr_ratio": (
+            training,
+            training.schedule == "constant",
+            'training.schedule="constant" keeps the learning rate as it is',
+        ),
+        "training.past_share": (
+            training,
+            not training.past_opponents,
+            "there are no training.past_opponents",
+        ),
+        "reference.horizon": (
+            reference,
+            reference is not None and not reference.kl_in_reward,
+            "it is for reference.kl_in_reward, which is 0",
+        ),
+        "inference.deterministic": (
+            inference,
+            inference.backend == "vllm" and not local,
+            "it is for the in-process engine, and samples of vLLM depend on what else is sampled",
+        ),
+    }
+    doubts = []
+    for place, (section, is_idle, why) in idle.items():
+        name = place.partition(".")[2]
+        if section is None or not is_idle:
+            continue
+        value = getattr(section, name)
+        if value and value != type(section).model_fields[name].get_default():
+            doubts.append(f"{place}={value} has no effect: {why}")
     return doubts
 
 
