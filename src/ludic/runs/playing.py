@@ -33,9 +33,9 @@ from ludic.runs.episodes import (
     rollout_engine,
 )
 from ludic.runs.locate import locate
-from ludic.runs.results.terminal import episodes_bar
+from ludic.runs.results.terminal import episodes_bar, warn
 from ludic.runs.run import Run
-from ludic.runs.settings import RunConfig, apply_override
+from ludic.runs.settings import RunConfig, apply_override, override_key
 from ludic.runs.storage import RunFolder
 from ludic.seeding import derive_seed
 from ludic.types import EnvSpec, FinishReason, Rollout, StepOutcome
@@ -43,7 +43,33 @@ from ludic.types import EnvSpec, FinishReason, Rollout, StepOutcome
 
 async def evaluate_run(run: str, overrides: Sequence[str] = ()) -> EvalReport:
     """Evaluates the trained model of a run folder, or the untrained one of a run file."""
-    return await evaluate_model(*locate(run, overrides), name=run)
+    config, weights = locate(run, overrides)
+    for sentence in _overruled(config, overrides):
+        warn(sentence)
+    return await evaluate_model(config, weights, name=run)
+
+
+def _overruled(config: RunConfig, overrides: Sequence[str]) -> list[str]:
+    """Says which overrides are of the training alone, since the run has others for its evaluation
+    that were left as they are."""
+    keys = [override_key(override) for override in overrides]
+    own = {
+        "env": ("eval.env", bool(config.eval.env)),
+        "protocol": ("eval.protocol", config.eval.protocol is not None),
+        "inference.sampling.temperature": (
+            "eval.temperature",
+            config.eval.temperature is not None,
+        ),
+    }
+    return [
+        f"{key} has no effect here: the run is evaluated with its {there}, so set "
+        f"{there + key.removeprefix(part)}"
+        for key in keys
+        for part, (there, given) in own.items()
+        if given
+        and (key == part or key.startswith(f"{part}."))
+        and not any(other == there or other.startswith(f"{there}.") for other in keys)
+    ]
 
 
 async def evaluate_model(config: RunConfig, weights: Path | None, *, name: str) -> EvalReport:
