@@ -259,3 +259,13 @@ def test_train_shows_the_arguments_of_a_run() -> None:
     assert {"model", "algorithm", "parser", "steps", "sft"} <= {
         *inspect.signature(ludic.train).parameters
     }
+
+
+def test_sampling_without_a_limit_stays_without_one() -> None:
+    for given, most in (
+        (SamplingConfig(temperature=0.8), None),
+        (SamplingConfig(max_tokens=7), 7),
+        ({"temperature": 0.8}, 64),
+    ):
+        arguments = {"env": "tic_tac_toe", "inference": {"sampling": given}}
+        assert read_arguments(arguments)[0].inference.sampling.max_tokens == most

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from ludic import registry
 from ludic.errors import ConfigError
+from ludic.inference.sampling import SamplingConfig
 from ludic.plumbing.arguments import unknown_argument
 from ludic.plumbing.given import is_given, place_of, recipe_of, unplaced_name
 from ludic.plumbing.lazy import resolve
@@ -251,7 +252,9 @@ def _described(value: Any) -> Any:
         return value.model_dump(by_alias=True, exclude_unset=True)
     if isinstance(value, Struct):
         defaults = {field.name: field.default for field in structs.fields(value)}
-        return {k: v for k, v in structs.asdict(value).items() if v != defaults[k]}
+        # A run's own default is a number of tokens, where that of the object is no limit.
+        kept = "max_tokens" if isinstance(value, SamplingConfig) else None
+        return {k: v for k, v in structs.asdict(value).items() if v != defaults[k] or k == kept}
     if not is_dataclass(value) or callable(value):
         return value
     if hasattr(value, "coefficients"):
