@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import PipelineError
+from ludic.pipeline.status import PipelineStatus, read_status
 from ludic.pipeline.store import Store
 from ludic.runs.locate import read_run
 from ludic.runs.pipeline.address import find_pipeline
-from ludic.runs.pipeline.status import PipelineStatus, read_status
 
 NEEDS = ("redis",)
 WAIT_S = 600.0

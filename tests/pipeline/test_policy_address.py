@@ -15,11 +15,11 @@ from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.pipeline.local_redis import LocalRedis
 from ludic.pipeline.policies import StoredPolicy
+from ludic.pipeline.status import process_rows, read_status
 from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.plumbing.files import file_checksum
 from ludic.runs.locate import read_run
 from ludic.runs.pipeline.address import URL_VARIABLE
-from ludic.runs.pipeline.status import process_rows, read_status
 from ludic.runs.pipeline.training import RunPipeline
 from tests.distributed.test_engine_server import KEY, served
 from tests.inference.vllm.asking import PATIENT

@@ -14,11 +14,11 @@ from ludic.cli import sampling as command
 from ludic.errors import ConfigError, PipelineError
 from ludic.pipeline import PipelineConfig, TrainerLease
 from ludic.pipeline.servers import RegisteredServer, record_role
+from ludic.pipeline.status import COLUMNS, process_rows, read_status, status_table
 from ludic.pipeline.store import Store
 from ludic.plumbing.records import to_json
 from ludic.runs.locate import read_run
 from ludic.runs.pipeline.address import find_pipeline, write_address
-from ludic.runs.pipeline.status import COLUMNS, process_rows, read_status, status_table
 from ludic.runs.run import Run
 from ludic.runs.storage import RunFolder
 from ludic.view.folders import RunPlace

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import ludic
-from ludic.errors import ConfigError
-from ludic.plumbing.arguments import near_names
+from ludic.errors import ConfigError, near_names
 from ludic.runs.model import algorithm_of, build_model
 from ludic.runs.players.scoring import check_scoring
 from ludic.runs.pretrained import load_tokenizer

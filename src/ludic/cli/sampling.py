@@ -68,10 +68,10 @@ def status(
     """Show trainer, actors, rates, lag, backlog, ages and drops, live."""
     from rich.live import Live
 
+    from ludic.pipeline.status import read_status, status_table
     from ludic.pipeline.store import Store
     from ludic.runs.locate import read_run
     from ludic.runs.pipeline.address import find_pipeline, where_it_stands
-    from ludic.runs.pipeline.status import read_status, status_table
     from ludic.runs.results.terminal import console
 
     config, _, opened = read_run(run, overrides or [])

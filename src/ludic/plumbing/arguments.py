@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from ludic.errors import near_names
 
 
 def misfit(factory: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
@@ -36,32 +36,3 @@ def unknown_argument(name: str, known: Iterable[str]) -> str:
     hint = f"did you mean {near[0]!r}? " if near else ""
     there = f"there are: {', '.join(known)}" if known else "there are none"
     return f"it has no argument {name!r}; {hint}{there}"
-
-
-def near_names(name: str, known: Iterable[str], n: int = 1, cutoff: float = 0.5) -> list[str]:
-    """Returns the names that may have been meant, the nearest first: those that `name` is short for
-    (`lr`: `learning_rate`; `temp`: `temperature`), and those that are spelled alike."""
-    known = list(known)
-    meant = [k for k in known if _is_short_for(name.lower(), k)]
-    if len(name) < 4:
-        cutoff = max(cutoff, 0.6)  # two letters are in many names
-    alike = difflib.get_close_matches(name, known, n=n, cutoff=cutoff)
-    if alike and difflib.SequenceMatcher(None, name, alike[0]).ratio() >= 0.8:
-        meant = [*alike, *meant]  # a slip of the finger
-    return list(dict.fromkeys([*meant, *alike]))[:n]
-
-
-def _is_short_for(short: str, name: str) -> bool:
-    words = re.split(r"[_.\- ]", name.lower())
-    initials = "".join(word[:1] for word in words)
-    return len(short) >= 2 and (short == initials or (len(short) > 2 and name.startswith(short)))
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean …?" with the nearest of `known`, or with all of them if none is
-    near; nothing if there are none."""
-    known = sorted(known)
-    near = near_names(name, known)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return f"; there are: {', '.join(known)}" if known else ""

@@ -15,7 +15,6 @@ from typing import Any
 
 from ludic.errors import LudicError
 from ludic.eval.report import EpisodeResult, EvalReport, leading_tests
-from ludic.runs.settings.run import SCHEMA
 from ludic.view.curves import CurveStore
 from ludic.view.folders import RunPlace, ViewError, state_of
 
@@ -23,6 +22,8 @@ _HEADLINES = ("train/reward_mean", "train/loss", "train/entropy", "perf/tokens_p
 _NOT_SETTINGS = ("run.name", "run.folder", "schema")
 _FILES = {"config": "run.json", "origin": "origin.json", "summary": "summary.json"}
 _SPARK_POINTS = 60
+_SCHEMA = 1
+"""The newest schema of run.json that is shown whole."""
 
 
 def card(run: RunPlace, curves: CurveStore) -> dict[str, Any]:
@@ -30,9 +31,9 @@ def card(run: RunPlace, curves: CurveStore) -> dict[str, Any]:
     problems: list[str] = []
     config, origin, summary = (_read(run, name, problems) for name in _FILES.values())
     schema = config.get("schema")
-    if isinstance(schema, int) and schema > SCHEMA:
+    if isinstance(schema, int) and schema > _SCHEMA:
         problems.append(
-            f"run.json has schema {schema}, newer than {SCHEMA}: some settings may not be shown"
+            f"run.json has schema {schema}, newer than {_SCHEMA}: some settings may not be shown"
         )
     if not config:
         problems.append("no run.json: only what else is in the folder is shown")
@@ -259,8 +260,8 @@ def processes(run: RunPlace) -> dict[str, Any] | None:
         return None
     address = run.read_json(ADDRESS)
     try:
+        from ludic.pipeline.status import COLUMNS, process_rows, queue_lines, read_status
         from ludic.pipeline.store import PipelineConfig, Store
-        from ludic.runs.pipeline.status import COLUMNS, process_rows, queue_lines, read_status
 
         config = PipelineConfig(
             address["url"], address["name"], patience_s=_ANSWER_S, call_s=_ANSWER_S

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import count
 
 from ludic.launch import Role, Supervisor
-from ludic.runs.pipeline.status import PipelineStatus
+from ludic.pipeline.status import PipelineStatus
 from ludic.runs.settings import ClusterSection
 
 HUNGRY_S, FED_S = 1.0, 0.1

@@ -28,13 +28,13 @@ from ludic.launch import Engine, Event, LocalEngine, Role, Supervisor
 from ludic.launch.processes import free_port, private_file
 from ludic.pipeline import LocalRedis, PipelineConfig
 from ludic.pipeline.servers import record_role
+from ludic.pipeline.status import PipelineStatus, read_status
 from ludic.pipeline.store import Store
 from ludic.runs.interruption import handling
 from ludic.runs.model import algorithm_of
 from ludic.runs.pipeline import address
 from ludic.runs.pipeline.elastic import Elastic
 from ludic.runs.pipeline.roles import Environment, actor_role, role_log, server_role, trainer_role
-from ludic.runs.pipeline.status import PipelineStatus, read_status
 from ludic.runs.results.terminal import command_name, say, warn
 from ludic.runs.settings import ClusterSection, PipelineSection, RunConfig
 from ludic.runs.storage import RunFolder, forget_holder, locked

@@ -29,13 +29,13 @@ from ludic.pipeline import (
     PolicyFolder,
     TrainerLease,
 )
+from ludic.pipeline.status import read_status
 from ludic.pipeline.weights_difference import DifferenceServer
 from ludic.rollouts import Curriculum
 from ludic.runs.model import sample_filter_of
 from ludic.runs.pipeline import address
 from ludic.runs.pipeline.roles import LAUNCHED, Environment, actor_role
 from ludic.runs.pipeline.roster import ServerWatch
-from ludic.runs.pipeline.status import read_status
 from ludic.runs.results.terminal import command_name, say, warn
 from ludic.runs.settings import RunConfig
 from ludic.training import RLAlgorithm

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 from torch import nn
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, nearest
 from ludic.inference import (
     HFChatTemplate,
     InferenceSpec,
@@ -21,7 +21,6 @@ from ludic.inference import (
 )
 from ludic.inference.client import ChatClient
 from ludic.interaction import Runtime
-from ludic.plumbing.arguments import nearest
 from ludic.plumbing.given import is_given
 from ludic.runs.episodes import inference_spec
 from ludic.runs.model import build_model, check_device, local_client, precision_of

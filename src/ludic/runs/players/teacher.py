@@ -9,10 +9,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
 
-from ludic.errors import ConfigError, RolloutError
+from ludic.errors import ConfigError, RolloutError, nearest
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.interaction import Runtime
-from ludic.plumbing.arguments import misfit, nearest
+from ludic.plumbing.arguments import misfit
 from ludic.plumbing.files import replacing
 from ludic.plumbing.given import given, is_given
 from ludic.plumbing.lazy import resolve

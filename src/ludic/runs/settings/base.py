@@ -18,9 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from ludic.errors import ConfigError, LudicError
+from ludic.errors import ConfigError, LudicError, near_names
 from ludic.inference.addresses import find_key, without_user
-from ludic.plumbing.arguments import near_names
 
 _UNION_MEMBER = re.compile(r"(constrained-|literal\[|list\[|dict\[|(int|str|float|bool)$)")
 """What pydantic adds to the place of a value that may be of several types."""

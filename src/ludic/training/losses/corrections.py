@@ -20,8 +20,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ludic.errors import ConfigError, NotTrainableError
-from ludic.plumbing.arguments import nearest
+from ludic.errors import ConfigError, NotTrainableError, nearest
 from ludic.training.losses.aggregation import sequences
 from ludic.training.losses.composite import SCOPES, LossOfParts, widest
 from ludic.training.losses.policy_ratio import check_bounds, exp_bounded, mean_over
