@@ -254,7 +254,7 @@ def host_us(args: argparse.Namespace, turns: int) -> tuple[float, float]:
         stamps.profiler = cProfile.Profile(time.thread_time)
     with (
         mock.patch("ludic.inference.local.client.build_scheduler", instant),
-        mock.patch("ludic.runs.run.build_model", small_model),
+        mock.patch("ludic.runs.parts.build_model", small_model),
         work.running(),
     ):
         asyncio.run(reinforce(config, stamps))

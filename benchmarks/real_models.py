@@ -34,7 +34,7 @@ from typing import Any, TextIO
 
 from benchmarks.gsm8k import readme_text
 from benchmarks.real_runs import Job, all_jobs, write_sums
-from benchmarks.results import read_trl
+from benchmarks.series import read_trl
 
 KEPT = ("run.json", "origin.json", "metrics.jsonl", "summary.json", "trl.json", "sft/metrics.jsonl")
 STOP_S, KILL_S = 30.0, 8.0

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.real_runs import NO_RATE, OTHER_RATE, RATE, RATE_UPDATES
-from benchmarks.results import (
+from benchmarks.series import (
     METRIC,
     Series,
     draw,

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import Point, reached, read_points, read_trl
+from benchmarks.series import Point, reached, read_points, read_trl
 
 GOALS = (0.5, 0.75, 0.9)
 RUN_FILE = """schema = 1

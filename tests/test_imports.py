@@ -8,6 +8,7 @@ import json
 import pkgutil
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,24 @@ def test_the_import_order_of_the_layers_holds(
         "sys.exit(status != cli.EXIT_STATUS_SUCCESS)",
         str(repo_root / ".cache" / "importlinter"),
     )
+
+
+def test_neither_modules_nor_rooms_import_each_other() -> None:
+    import grimp
+
+    graph = grimp.build_graph("ludic", cache_dir=None)
+    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    rooms: dict[str, set[str]] = {}
+    for name, imported in imports.items():
+        room = _room(name)
+        rooms.setdefault(room, set()).update({_room(other) for other in imported} - {room})
+    assert "ludic.saw" in rooms["ludic.training"]
+    for importers in (imports, rooms):
+        list(TopologicalSorter(importers).static_order())  # raises a CycleError that names them
+
+
+def _room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
 
 
 def test_everything_up_to_rollouts_imports_without_torch() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import ludic
-from benchmarks.results import Point, grouped, main, reached, read_all, spread
+from benchmarks.results import main
+from benchmarks.series import Point, grouped, reached, read_all, spread
 
 SIZES = {"hidden_size": 32, "heads": 2, "kv_heads": 1, "layers": 1}
 

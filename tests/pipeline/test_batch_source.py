@@ -21,7 +21,7 @@ from ludic.pipeline.messages import read_group
 from ludic.pipeline.store import Store, entries
 from ludic.rollouts import RolloutRequest
 from ludic.saw import SAWBatch
-from ludic.training.types import BatchSource
+from ludic.training.batching.source import BatchSource
 from tests.pipeline.world import (
     REQUEST,
     Recorded,

@@ -94,7 +94,9 @@ class TellingEnv(SingleAgentEnv):
         ({"a": 1}, {"a": 2}, "info['a'] was 1 and is now 2"),
         ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}, "info['a'] was {'b': [1, 2]} and is now"),
         ({"a": 1}, {"a": True}, "info['a'] was 1 and is now True"),
-        ({"a": 1}, {"a": 1, "b": None}, "keys of info was ['a'] and is now ['a', 'b']"),
+        ({"a": 1, "b": None}, {"a": 1}, "keys of info was ['a', 'b'] and is now ['a']"),
+        ({"a": 1}, {"a": 2, "0": 1}, "info['a'] was 1 and is now 2"),
+        ({"b": 1}, {"a": 1, "b": 1, "c": None}, None),
         ({"a": "x" * 900 + "y"}, {"a": "x" * 900 + "z"}, f"…{'x' * 20}y' and is now …{'x' * 20}z'"),
         (
             {"a": float("nan"), "b": {"c": 1, "d": 2}},

@@ -13,8 +13,7 @@ from ludic.errors import RolloutError
 from ludic.registry import ENVS
 from ludic.runs.episodes import evaluate_policy
 from ludic.runs.players.teacher import write_lessons
-from ludic.runs.playing import generate_file
-from ludic.runs.run import Run
+from ludic.runs.playing import generate_file, open_policy
 from ludic.runs.settings import RunConfig, parse_run
 from ludic.types import StepOutcome
 
@@ -53,7 +52,7 @@ def config() -> Iterator[RunConfig]:
 
 
 async def test_an_evaluation_does_not_wait_longer(config: RunConfig) -> None:
-    async with Run.open_policy(config) as policy:
+    async with open_policy(config) as policy:
         report = await evaluate_policy(config, policy.runtime, name="slow")
     assert [e.error is not None and "0.05 s" in e.error for e in report.episodes] == [True, True]
 
@@ -62,7 +61,7 @@ async def test_a_teacher_does_not_wait_longer(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ludic.runs.players.teacher.load_function", lambda _: lambda obs, rng: "x")
-    async with Run.open_policy(config) as policy:
+    async with open_policy(config) as policy:
         with pytest.raises(RolloutError, match=r"every episode of the teacher failed.*0\.05 s"):
             await write_lessons(config, policy.tokenizer, tmp_path / "lessons.jsonl")
     assert not (tmp_path / "lessons.jsonl").exists()

@@ -14,7 +14,7 @@ from ludic.errors import ConfigError
 from ludic.plumbing.precision import DEFAULT_ON_A_GPU, Precision, weights_dtype
 from ludic.rollouts import RolloutEngine
 from ludic.runs.model import build_model, precision_of, trainer_config
-from ludic.runs.run import Run
+from ludic.runs.playing import open_policy
 from ludic.runs.settings import RunConfig, Section, load_run, parse_run
 
 MINIMAL = '[env]\nkind = "tic_tac_toe"\n'
@@ -121,7 +121,7 @@ def test_a_run_without_a_word_on_a_gpu_has_the_default_for_one(
 
 async def test_an_open_run_holds_the_switch_for_its_products_and_gives_it_back() -> None:
     run = parse_run(MINIMAL, ["model.device=cpu", "model.precision=tf32", "inference.slots=2"])
-    async with Run.open_policy(run) as policy:
+    async with open_policy(run) as policy:
         assert torch.backends.cuda.matmul.allow_tf32
         assert policy.runtime.client is not None
     assert not torch.backends.cuda.matmul.allow_tf32

@@ -15,8 +15,7 @@ from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem, TurnSpan
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.reinforce import make_reinforce
-from ludic.training.batching.source import PolicyLostError
-from ludic.training.types import BatchSource
+from ludic.training.batching.source import BatchSource, PolicyLostError
 
 VOCAB = 250
 

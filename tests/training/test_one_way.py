@@ -23,11 +23,11 @@ from ludic.training.algorithms.scalerl import make_scalerl
 from ludic.training.algorithms.spo import make_spo
 from ludic.training.batching import SamplingAhead
 from ludic.training.batching.scoring import ReferenceScorer, ScoredBatchSource
+from ludic.training.batching.source import WorksAhead
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.preprocess import KLInReward, subtract_mean, turn_weights
 from ludic.training.trainer import Trainer
-from ludic.training.types import WorksAhead
 from ludic.training.update.passes import mini_batches
 from tests.training.synthetic import SyntheticSource, synthetic_batch
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import pytest
 
+from ludic.runs.settings.run import SCHEMA
 from ludic.view.index import RunIndex
 from tests.view.made import make_run
 from tests.view.serving import Served, serving
@@ -109,3 +110,14 @@ def test_metrics_that_were_cut_are_noticed(tmp_path: Path, serve: Callable[..., 
     assert cards["gap"] == [
         "metrics.jsonl: 1 steps between the first and the last have no line",
     ]
+
+
+def test_settings_of_the_schema_that_runs_write_are_shown_whole(
+    tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    for name, schema in (("now", SCHEMA), ("later", SCHEMA + 1)):
+        file = make_run(tmp_path / name) / "run.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "schema": schema}))
+    problems = {card["name"]: card["problems"] for card in serve(tmp_path).ask("runs")["runs"]}
+    assert problems["now"] == []
+    assert [f"schema {SCHEMA + 1}" in problem for problem in problems["later"]] == [True]

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from msgspec.structs import replace
 
 from ludic.agents.compaction import Compactor
-from ludic.agents.model_calls import ModelCall, ModelCaller
+from ludic.agents.model_calls import ModelCall, TurnTaker
 from ludic.context.base import ContextStrategy
 from ludic.context.compacting import CompactingDialog
 from ludic.inference.client import ChatClient, ToolRequest
@@ -15,7 +15,7 @@ from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.parsers import Parser, ParseResult
 from ludic.plumbing.records import Record
-from ludic.types import AgentStep, FinishReason, Info, Message, Obs, TruncationReason
+from ludic.types import AgentStep, FinishReason, Info, Obs, TruncationReason
 
 CUT_FEEDBACK = "Your reply was cut off at its length limit. Answer again, and more briefly."
 
@@ -35,7 +35,7 @@ class ActResult(Record, frozen=True):
 
 
 @dataclass(eq=False, repr=False)
-class Agent(ModelCaller):
+class Agent(TurnTaker):
     """A model with a memory and a parser: one model call per turn.
 
     A protocol calls `reset` and `on_env_reset` at an episode's beginning, then `act` and
@@ -70,17 +70,6 @@ class Agent(ModelCaller):
         window = None if self.compactor is None else self.compactor.dialog.window
         limits = (self.client.max_context_tokens, window)
         return min((limit for limit in limits if limit is not None), default=None)
-
-    @property
-    def tool_request(self) -> ToolRequest | None:
-        """The tools that the model is shown in every call."""
-        return None
-
-    @property
-    def steps_of_turn(self) -> tuple[AgentStep, ...]:
-        """The finished model calls of the turn under way, or of the last one: what there is to
-        record when `act` fails half-way."""
-        return tuple(self._steps)
 
     def reset(
         self,
@@ -122,16 +111,8 @@ class Agent(ModelCaller):
 
     def _begin(self, seed: int | None, conversation_id: str | None) -> None:
         self.begin_calls(seed, conversation_id)
-        self._turn = -1
-        self.previous_call: ModelCall | None = None
-        self._steps: list[AgentStep] = []
         if self.compactor is not None:
             self.compactor.begin()
-
-    def begin_turn(self) -> None:
-        """For `act`: a new turn, without steps yet."""
-        self._turn += 1
-        self._steps.clear()
 
     async def call_model(self, tools: ToolRequest | None = None) -> ModelCall | None:
         """Samples one assistant message; None when its prompt leaves no room in the context."""
@@ -142,15 +123,6 @@ class Agent(ModelCaller):
                 call = self.compactor.after_call(call)
             self.previous_call = call
         return call
-
-    def record(
-        self,
-        call: ModelCall,
-        tool_messages: tuple[Message, ...] = (),
-        tool_call_errors: tuple[str, ...] = (),
-    ) -> None:
-        """Adds the call to the turn's steps."""
-        self._steps.append(call.as_step(self._turn, tool_messages, tool_call_errors))
 
     def conclude(self, call: ModelCall) -> ActResult:
         """Reads the turn's last message. A completion cut by length gives no action, even if its

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
-from ludic.agents.model_calls import ModelCall, unseen
+from ludic.agents.model_calls import ModelCall, TurnTaker, unseen
 from ludic.context.compacting import AGAIN, CompactingDialog
 from ludic.context.truncated_thinking import without_thinking
 from ludic.errors import ConfigError
 from ludic.inference.templates.chat_template import ParsedCompletion
 from ludic.types import ChatResponse, FinishReason, Fork, ForkReason, Info, Message, TokenTrace
-
-if TYPE_CHECKING:
-    from ludic.agents.base_agent import Agent
-
 
 _ADDED = 256
 _SOME_TEXT = "The red door is locked; the key was in room 3. "
@@ -31,7 +27,7 @@ _SOME_TEXT = "The red door is locked; the key was in room 3. "
 class Compactor:
     """Compacts the dialogue of one agent."""
 
-    def __init__(self, agent: Agent, ctx: CompactingDialog) -> None:
+    def __init__(self, agent: TurnTaker, ctx: CompactingDialog) -> None:
         self._agent, self.dialog = agent, ctx
         self.begin()
 

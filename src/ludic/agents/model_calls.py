@@ -185,6 +185,41 @@ class ModelCaller:
             raise InferenceError(f"the backend of model {self.model!r} aborted the request")
 
 
+class TurnTaker(ModelCaller):
+    """Takes turns, each made of model calls."""
+
+    def begin_calls(self, seed: int | None, conversation_id: str | None) -> None:
+        super().begin_calls(seed, conversation_id)
+        self._turn = -1
+        self.previous_call: ModelCall | None = None
+        self._steps: list[AgentStep] = []
+
+    @property
+    def tool_request(self) -> ToolRequest | None:
+        """The tools that the model is shown in every call."""
+        return None
+
+    @property
+    def steps_of_turn(self) -> tuple[AgentStep, ...]:
+        """The finished model calls of the turn under way, or of the last one: what there is to
+        record when `act` fails half-way."""
+        return tuple(self._steps)
+
+    def begin_turn(self) -> None:
+        """For `act`: a new turn, without steps yet."""
+        self._turn += 1
+        self._steps.clear()
+
+    def record(
+        self,
+        call: ModelCall,
+        tool_messages: tuple[Message, ...] = (),
+        tool_call_errors: tuple[str, ...] = (),
+    ) -> None:
+        """Adds the call to the turn's steps."""
+        self._steps.append(call.as_step(self._turn, tool_messages, tool_call_errors))
+
+
 def _cleaned(parsed: ParsedCompletion) -> ParsedCompletion:
     """The message in text that can be stored: a server's JSON, or that of a tool call, may spell
     halves of surrogate pairs."""

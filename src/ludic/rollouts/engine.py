@@ -5,15 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,7 +75,7 @@ class RolloutEngine:
         max_retries: int = 2,
         writer: RolloutWriterLike | None = None,
         workers: WorkerPool | None = None,
-        isolated: Collection[str] = (),
+        isolated: Iterable[str] = (),
     ) -> None:
         if lost_member not in ("drop_group", "keep_partial", "retry"):
             raise ConfigError(

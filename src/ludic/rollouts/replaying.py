@@ -3,7 +3,7 @@
 The episode goes through the same protocol as the first time, with the recorded seeds. What the
 model said comes from the record, so that neither a model nor a tokenizer is needed: tools, parsers,
 bots and the environment run again, and every message, action, observation, reward, ending and info
-is compared. Given a chat template, prompts are rendered again too and compared token by token.
+is compared; an environment may tell more by now, in its info, than it did. Given a chat template, prompts are rendered again too and compared token by token.
 Given a runtime, nothing comes from the record: the model samples again with the recorded seeds,
 which must give the same tokens where the backend is deterministic and has the same weights.
 """
@@ -302,7 +302,8 @@ def first_divergence(
         last = index + 1 == len(recorded.steps)
         cut_outside = isinstance(old, EnvironmentStep) and old.truncation_reason in _OUTSIDE
         ending = not (last and cut_outside)
-        facts = (_facts(s, with_tokens, ending) for s in (old, replayed.steps[index]))
+        told = old.info if isinstance(old, EnvironmentStep) else {}
+        facts = (_facts(s, with_tokens, ending, told) for s in (old, replayed.steps[index]))
         # The lists of facts stay in step: what decides the next entries is itself compared.
         for (name, before), (_, after) in zip(*facts, strict=False):
             if not _same(name, before, after):
@@ -316,8 +317,8 @@ def first_divergence(
     return None, count, tokens
 
 
-def _facts(step: Step, with_tokens: bool, ending: bool) -> Iterator[tuple[str, Any]]:
-    """What is compared of a step, in order, by name."""
+def _facts(step: Step, with_tokens: bool, ending: bool, told: Info) -> Iterator[tuple[str, Any]]:
+    """What is compared of a step, in order, by name. Of its info, what was `told` then."""
     yield from _named(step, "kind", "turn_index")
     if isinstance(step, AgentStep):
         yield from _named(step, "new_messages")
@@ -330,8 +331,9 @@ def _facts(step: Step, with_tokens: bool, ending: bool) -> Iterator[tuple[str, A
     yield from _named(step, "stepped", "obs", "action", "next_obs", "reward", "terminated")
     if ending:
         yield from _named(step, "truncated", "truncation_reason")
-        yield "keys of info", sorted(step.info)
-        yield from ((f"info[{key!r}]", step.info[key]) for key in sorted(step.info))
+        keys = sorted(key for key in step.info if key in told)
+        yield "keys of info", keys
+        yield from ((f"info[{key!r}]", step.info[key]) for key in keys)
 
 
 def _named(owner: Any, *names: str) -> Iterator[tuple[str, Any]]:

@@ -27,7 +27,7 @@ from ludic.plumbing.precision import Precision
 from ludic.runs.check_episodes import check_programs
 from ludic.runs.locate import locate
 from ludic.runs.model import precision_of
-from ludic.runs.run import Run
+from ludic.runs.playing import open_policy
 from ludic.saw.items import SampleAttachments, SAWItem
 from ludic.seeding import derive_seed
 from ludic.sharding.weights import ModelWeights
@@ -150,7 +150,7 @@ async def examine_run(run: str, overrides: Sequence[str] = ()) -> DoctorReport:
     """`run_doctor` with a run's model, client and publisher, also at the run's own temperature."""
     config, weights = locate(run, overrides)
     check_programs(config)
-    async with Run.open_policy(config, weights=weights) as policy:
+    async with open_policy(config, weights=weights) as policy:
         own = policy.runtime.inference.sampling
         return await run_doctor(
             policy.model,

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -33,12 +33,26 @@ from ludic.runs.episodes import (
     rollout_engine,
 )
 from ludic.runs.locate import locate
+from ludic.runs.model import OnUpdate
+from ludic.runs.parts import RunParts
+from ludic.runs.ranks import Ranks
 from ludic.runs.results.terminal import episodes_bar, warn
-from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig, apply_override, override_key
 from ludic.runs.storage import RunFolder
 from ludic.seeding import derive_seed
 from ludic.types import EnvSpec, FinishReason, Rollout, StepOutcome
+
+
+@asynccontextmanager
+async def open_policy(
+    config: RunConfig, *, weights: Path | None = None, on_update: OnUpdate = "finish"
+) -> AsyncIterator[RunParts]:
+    """Yields what a run that is not trained is made of, for its model: with the weights of a
+    checkpoint, and with its client and publisher open. `on_update` is the in-process client's."""
+    run = RunParts(config, {}, weights, on_update)
+    run.ranks = Ranks()
+    async with run.opened():
+        yield run
 
 
 async def evaluate_run(run: str, overrides: Sequence[str] = ()) -> EvalReport:
@@ -75,7 +89,7 @@ def _overruled(config: RunConfig, overrides: Sequence[str]) -> list[str]:
 async def evaluate_model(config: RunConfig, weights: Path | None, *, name: str) -> EvalReport:
     """Evaluates the model that a configuration describes, with the weights of a checkpoint."""
     check_programs(config, held_out=True)
-    async with Run.open_policy(config, weights=weights) as opened:
+    async with open_policy(config, weights=weights) as opened:
         with episodes_bar("evaluation") as update:
             return await evaluate_policy(config, opened.runtime, name=name, on_progress=update)
 
@@ -110,7 +124,7 @@ async def watch_model(
         env_seed=derive_seed(seed, "play"),
         sampling_seed=derive_seed(seed, "play", "sampling"),
     )
-    async with Run.open_policy(config, weights=weights) as opened:
+    async with open_policy(config, weights=weights) as opened:
         runtime = replace(opened.runtime, inference=inference_spec(config, trained_on=False))
         return await rollout_engine(config, runtime).generate_rollouts(
             [request], max_steps=config.training.max_steps
@@ -131,7 +145,7 @@ async def replay_file(
         runtime: Runtime | None = None
         if model is not None:
             config, weights = locate(str(model))
-            opened = await stack.enter_async_context(Run.open_policy(config, weights=weights))
+            opened = await stack.enter_async_context(open_policy(config, weights=weights))
             runtime = opened.runtime
         for rollouts in episodes:
             try:
@@ -197,7 +211,7 @@ async def generate_file(
     check_programs(config)
     seed = derive_seed(config.run.seed, "generate")
     counts: Counter[str] = Counter(kept=0)
-    async with Run.open_policy(config, weights=weights) as opened:
+    async with open_policy(config, weights=weights) as opened:
         engine = rollout_engine(config, opened.runtime, seed=seed)
         requests = FixedMix(requests_of(config), seed=seed).next_requests(episodes)
         with episodes_bar("generating") as update, RolloutWriter(output) as writer:

@@ -11,10 +11,9 @@ import asyncio
 import copy
 import logging
 import warnings
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,19 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.errors import ConfigError
 from ludic.inference.client import ChatClient
-from ludic.plumbing.precision import float32_products
-from ludic.runs.interruption import interruptible
-from ludic.runs.model import check_device, precision_of
+from ludic.runs.model import check_device
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.deadlines import newest_published_s
 from ludic.runs.storage import RunFolder
 from ludic.sharding.ranks import Launched, launched
-from ludic.sharding.weights import whole
 from ludic.sharding.world import PeerError, World, hearing_of_peers
-from ludic.training import Trainer
-
-if TYPE_CHECKING:
-    from ludic.runs.run import Run
 
 MOST_PARAMETERS = 600_000_000
 """Of a model that rank 0 holds a whole copy of, beside its shard."""
@@ -102,23 +94,6 @@ class Ranks:
         self._listening = False
         yield
         self._listening = True
-
-
-@contextmanager
-def cold_start_copy(model: nn.Module, ranks: Ranks) -> Iterator[nn.Module]:
-    """Yields what the cold start trains: on several ranks a copy, since a module can be sharded
-    once only, and the reinforcement shards the model. At the end the model has what was learnt."""
-    if not ranks.several:
-        yield model
-        return
-    trained = copy.deepcopy(model)
-    device = next(model.parameters()).device
-    model.to("cpu")
-    yield trained
-    with torch.no_grad():
-        for own, learnt in zip(model.parameters(), trained.parameters(), strict=True):
-            own.copy_(whole(learnt))
-    model.to(device)
 
 
 def check_ranks(config: RunConfig, here: Launched | None = None) -> None:
@@ -212,33 +187,6 @@ class NoSampler(ChatClient):
         self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
     ) -> NoReturn:
         raise ConfigError("there is no sampler that could take weights")
-
-
-async def follow(run: Run) -> None:
-    """What the other ranks do: train along until rank 0 says it is over. A first Ctrl-C is rank 0's
-    matter."""
-    ranks = run.ranks
-    with (
-        interruptible(lambda: None, b""),
-        float32_products(precision_of(run.config)),
-        hearing_of_peers(ranks.world),
-    ):
-        _ = run.model  # loaded while rank 0 prepares
-        while (message := await ranks.receive())["stage"] != "end":
-            if run.parts.frozen is None:
-                run.folder = RunFolder(Path(message["folder"]))
-                run.parts.frozen = "the run has begun"
-            if message["stage"] == "sft":
-                with cold_start_copy(run.model, ranks) as model:
-                    await _take_part(run.sft_trainer(model, None), message["version"])
-            else:
-                await _take_part(run.trainer, message["version"])
-
-
-async def _take_part(trainer: Trainer, version: int) -> None:
-    trainer.version = version
-    with closing(trainer):
-        await trainer.train()
 
 
 def describe_model(config: RunConfig, model: nn.Module, ranks: Ranks) -> str:

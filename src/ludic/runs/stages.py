@@ -7,18 +7,20 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
 from ludic.rollouts.token_log import open_token_log
 from ludic.runs.episodes import evaluate_policy
+from ludic.runs.following import cold_start_copy, follow
 from ludic.runs.interruption import interruptible, rare_collections
 from ludic.runs.locate import how_to_resume
 from ludic.runs.memory import plan_loaded, try_plan
 from ludic.runs.model import sft_algorithm
+from ludic.runs.parts import RunParts
 from ludic.runs.players.teacher import write_lessons
-from ludic.runs.ranks import cold_start_copy, describe_model, follow, samples
+from ludic.runs.ranks import describe_model, samples
 from ludic.runs.results import watch
 from ludic.runs.results.report import conclude, conclude_unmeasured
 from ludic.runs.results.terminal import close_loggers, episodes_bar, say, warn
@@ -41,9 +43,6 @@ from ludic.training import (
 )
 from ludic.training.batching.self_play import SelfPlay
 
-if TYPE_CHECKING:
-    from ludic.runs.run import Run
-
 T = TypeVar("T")
 
 
@@ -51,7 +50,7 @@ class Stages:
     """Takes a run through its stages: evaluation, cold start, reinforcement, each followed by an
     evaluation. Those that the folder shows to have finished are skipped."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunParts) -> None:
         self.run, self.config = run, run.config
         self.reports: dict[str, EvalReport] = {}
         self.stopped = False
@@ -116,7 +115,8 @@ class Stages:
         """Opens what the run samples, scores and plays with, and closes it at the end."""
         run = self.run
         async with AsyncExitStack() as stack:
-            stack.callback(close_loggers, run)
+            if run.parts.is_assigned("loggers"):  # else each stage has its own, and closes them
+                stack.callback(close_loggers, run.loggers)
             if run.workers is not None:
                 await stack.enter_async_context(run.workers)
             await stack.enter_async_context(run.opened(run.folder.path))

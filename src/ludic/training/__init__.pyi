@@ -12,6 +12,7 @@ from ludic.saw import SampleAttachments as SampleAttachments
 from ludic.saw import SampleFilter as SampleFilter
 from ludic.saw import SAWBatch as SAWBatch
 from ludic.saw import SAWItem as SAWItem
+from ludic.saw.building import CreditAssigner as CreditAssigner
 from ludic.training.algorithm import RLAlgorithm as RLAlgorithm
 from ludic.training.algorithm import Stateful as Stateful
 from ludic.training.algorithms import list_algorithms as list_algorithms
@@ -91,15 +92,14 @@ from ludic.training.losses.policy_ratio import Objective as Objective
 from ludic.training.losses.policy_ratio import PolicyLoss as PolicyLoss
 from ludic.training.losses.policy_ratio import PolicyRatio as PolicyRatio
 from ludic.training.preprocess import KLInReward as KLInReward
+from ludic.training.preprocess import PreprocessFn as PreprocessFn
 from ludic.training.preprocess import chain as chain
 from ludic.training.preprocess import drop_zero_variance_groups as drop_zero_variance_groups
 from ludic.training.preprocess import subtract_mean as subtract_mean
 from ludic.training.trainer import Trainer as Trainer
-from ludic.training.types import CreditAssigner as CreditAssigner
 from ludic.training.types import Loss as Loss
 from ludic.training.types import LossBatch as LossBatch
 from ludic.training.types import LossStats as LossStats
-from ludic.training.types import PreprocessFn as PreprocessFn
 from ludic.training.types import Stat as Stat
 from ludic.training.types import TokenLogProbs as TokenLogProbs
 from ludic.types import RolloutStepKey as RolloutStepKey

@@ -1,7 +1,8 @@
-"""The contracts of training: losses and batch sources.
+"""The contract of losses, and what an evaluation is to the trainer.
 
 The contract of credit is in `ludic.saw.building`, that of algorithms in `ludic.training.algorithm`,
-that of publishers in `ludic.distributed.interfaces`.
+that of batch sources in `ludic.training.batching.source`, that of publishers in
+`ludic.distributed.interfaces`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ludic.saw.building import CreditAssigner as CreditAssigner
 from ludic.saw.items import BatchCounts
-from ludic.training.algorithm import Stateful as Stateful
-from ludic.training.batching.source import BatchSource as BatchSource
-from ludic.training.batching.source import WorksAhead as WorksAhead
-from ludic.training.preprocess import PreprocessFn as PreprocessFn
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ludic.inference.sampling import ReturnSpec
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import VLLMServer
 from ludic.runs.doctor import run_doctor
-from ludic.runs.run import Run
+from ludic.runs.playing import open_policy
 from ludic.runs.settings import check_run
 from ludic.types import TokenTrace
 from tests.inference.vllm.asking import (
@@ -315,7 +315,7 @@ async def test_a_run_file_publishes_the_adapter_and_the_doctor_finds_nothing(
             },
         }
     )
-    async with Run.open_policy(config) as opened:
+    async with open_policy(config) as opened:
         report = await run_doctor(
             opened.model,
             opened.tokenizer,

@@ -23,10 +23,10 @@ from ludic.inference.tiny import tiny_model
 from ludic.training import checkpoint_contents
 from ludic.training.batching.ahead import SamplingAhead
 from ludic.training.batching.scoring import ScoredBatchSource
+from ludic.training.batching.source import WorksAhead
 from ludic.training.checkpoint_contents import TrainerState, load_checkpoint, model_fingerprint
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
-from ludic.training.types import WorksAhead
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 
 

@@ -88,13 +88,13 @@ async def _opened(
 ) -> AsyncIterator[tuple[Runtime, ChatClient | None]]:
     """What to play with, and the client that follows the trainer's policies, if it is ours."""
     if config.inference.backend == "local":
-        from ludic.runs.run import Run
+        from ludic.runs.playing import open_policy
 
         # The trainer's files have the adapter merged into the weights.
         plain = config.model.model_copy(update={"lora": None})
         config = config.model_copy(update={"model": plain})
         on_update = section_of(config).on_update
-        async with Run.open_policy(config, on_update=on_update) as opened:
+        async with open_policy(config, on_update=on_update) as opened:
             yield opened.runtime, opened.client
         return
     async with AsyncExitStack() as stack:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -30,9 +30,6 @@ from ludic.runs.settings.base import configuring
 from ludic.runs.storage import RunFolder
 from ludic.training.metrics.loggers import Logger
 from ludic.types import AgentStep, Rollout, ToolCall
-
-if TYPE_CHECKING:
-    from ludic.runs.run import Run
 
 
 class PlainConsole(Console):
@@ -329,16 +326,9 @@ def plot_png(path: Path, curve: Curve, summary: dict[str, Any]) -> bool:
     return True
 
 
-def loggers_of(run: Run, stage: Stage) -> list[Logger]:
-    """Returns the loggers of a stage: those that were assigned hear all of them."""
-    if run.parts.is_assigned("loggers"):
-        return [LastingLogger(logger) for logger in run.loggers]
-    return run.loggers if stage == "rl" else make_loggers(run.config, run.folder, stage)
-
-
-def close_loggers(run: Run) -> None:
-    """Closes those that were assigned; a trainer closes those of its stage."""
-    for logger in run.loggers if run.parts.is_assigned("loggers") else ():
+def close_loggers(loggers: Iterable[Logger]) -> None:
+    """Closes all of them, whatever one raises."""
+    for logger in loggers:
         try:
             logger.close()
         except Exception as exc:

@@ -25,12 +25,13 @@ from typing import Literal
 from torch import Tensor
 
 from ludic.errors import ConfigError
+from ludic.saw.building import CreditAssigner
 from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.reinforce import ReinforceLoss
 from ludic.training.credit_assignment.returns import ConstantCredit, GroupNormalizedReturn
 from ludic.training.losses.aggregation import Aggregation, token_mean
 from ludic.training.losses.policy_ratio import mean_over, missing_logprobs
-from ludic.training.types import CreditAssigner, LossBatch, LossStats, Scope, Stat, TokenLogProbs
+from ludic.training.types import LossBatch, LossStats, Scope, Stat, TokenLogProbs
 
 
 @dataclass(frozen=True, kw_only=True)
