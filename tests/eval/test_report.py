@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,9 @@ from ludic.errors import ConfigError, DataError
 from ludic.eval import (
     EpisodeResult,
     EvalReport,
+    Headline,
     compare,
+    headline_of,
     proportion,
     report_table,
     reward_above,
@@ -317,3 +320,43 @@ def test_a_report_from_before_roles_were_kept_can_be_read_and_compared_with_a_ne
     old = EvalReport.from_dict(data)
     assert old.success == new.success
     assert compare(old, new)["success"].difference.value == 0.0
+
+
+@pytest.mark.parametrize("others", ["right", "wrong"])
+def test_a_report_from_before_endings_were_named_is_compared_by_reward(others: str) -> None:
+    rewards = (1.0, 1.0, 0.1)  # the last is for its form alone, and counted as a success
+    new = EvalReport(
+        "new",
+        tuple(
+            episode(seed, reward == 1, reward=reward, outcome="right" if reward == 1 else others)
+            for seed, reward in enumerate(rewards)
+        ),
+    )
+    old = before_endings_led(replace(e, outcome=None, success=e.reward > 0) for e in new.episodes)
+    assert new.headline == Headline("outcome", "right")
+    assert headline_of([old, new]) == headline_of([new, old]) == Headline("reward")
+    assert compare(old, new).keys() == {"reward"}
+    assert compare(old, new)["reward"].difference.value == 0
+    assert "success" not in _text(old, new)
+
+
+def test_a_report_from_before_that_has_endings_is_compared_by_them() -> None:
+    new = EvalReport("new", (episode(0, True, outcome="win"), episode(1, outcome="loss")))
+    old, untrained = before_endings_led(new.episodes), before_endings_led([episode(0), episode(1)])
+    assert headline_of([untrained, old, new]) == Headline("outcome", "win")
+    assert headline_of([untrained, new], ["win", "loss"]) == Headline("outcome", "win")
+    assert compare(old, new).keys() == {"outcome/win", "reward"}
+
+
+def before_endings_led(episodes: Iterable[EpisodeResult]) -> EvalReport:
+    """A report as it was read and written before an ending could lead it."""
+    data = json.loads(json.dumps(EvalReport("old", tuple(episodes)).to_dict()))
+    for name in ("headline", "outcomes", "success_is"):
+        del data[name]
+    return EvalReport.from_dict(data)
+
+
+def _text(*reports: EvalReport) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report_table(reports))
+    return console.file.getvalue()  # type: ignore[attr-defined]

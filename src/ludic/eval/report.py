@@ -118,13 +118,15 @@ class EvalReport:
     Intervals and tests see as many observations as there were tasks: samples of one task are alike.
 
     `outcomes` are the endings that the run names, the one that counts first; `success_is` says what
-    success is, where the run or the caller decided that by something else.
+    success is, where the run or the caller decided that by something else. `older` is a report from
+    before all environments named their endings: there, success was any reward above 0.
     """
 
     name: str
     episodes: tuple[EpisodeResult, ...]
     outcomes: tuple[str, ...] = ()
     success_is: str | None = None
+    older: bool = False
 
     def by_episode(self) -> list[list[EpisodeResult]]:
         """Returns the results of each episode. Old reports have no ids: there, a seed is one."""
@@ -281,7 +283,7 @@ class EvalReport:
         """Reads what `to_dict` wrote; the figures are computed again."""
         episodes = tuple(EpisodeResult(**e) for e in data["episodes"])
         outcomes, success_is = tuple(data.get("outcomes", ())), data.get("success_is")
-        return EvalReport(data["name"], episodes, outcomes, success_is)
+        return EvalReport(data["name"], episodes, outcomes, success_is, "headline" not in data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,12 +325,17 @@ class Headline:
 
 def headline_of(reports: Iterable[EvalReport], outcomes: Sequence[str] = ()) -> Headline:
     """Returns what leads these reports together. `outcomes` are the endings that a run names, the
-    one that counts first; without them, those that the reports name."""
+    one that counts first; without them, those that the reports name. Older reports without any
+    ending may be of an environment that named none then: they are not read as if nobody came to
+    the one that counts."""
     reports = list(reports)
     stated = outcomes or next((r.outcomes for r in reports if r.outcomes), ())
     seen = {episode.outcome for report in reports for episode in report.episodes}
     usual = next((name for name in USUAL if name in seen), None)  # others say "wrong", too
     usual = usual or next((name for name, others in USUAL.items() if seen & others), None)
+    older = [report for report in reports if report.older]
+    if older and all(e.outcome is None for report in older for e in report.episodes):
+        usual = None
     outcome = stated[0] if stated else usual
     if outcome is not None:
         return Headline("outcome", outcome)
@@ -351,8 +358,8 @@ def _mean(value: Callable[[EpisodeResult], float], results: Sequence[EpisodeResu
 
 def compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
     """Compares B with A, episode by episode on the same environment seeds: the leading figure,
-    success (where it is known) and reward, of all agents together and, if there are several, of
-    each (`X/success`)."""
+    success (where both know it, and mean the same by it) and reward, of all agents together and,
+    if there are several, of each (`X/success`)."""
     if any(e.episode_id is None for report in (a, b) for e in report.episodes):
         # What an old report cannot tell apart must not be told apart in its partner.
         a, b = (
@@ -393,7 +400,7 @@ def _compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
 
     lead = headline_of([a, b])
     tests = {lead.key: paired(lead.value)}
-    if a.knows_success and b.knows_success:
+    if a.knows_success and b.knows_success and a.older == b.older:
         tests["success"] = paired(lambda e: float(bool(e.success)))
     return tests | {"reward": paired(lambda e: e.reward)}
 
@@ -437,8 +444,9 @@ def report_table(reports: Sequence[EvalReport]) -> Any:
         rows["reward"] = [
             f"{r.value:.3f}  [{r.low:.3f}, {r.high:.3f}]" if r.n else "–" for r in rewards
         ]
-        if lead.kind == "outcome":  # which is what success means here
-            rows.pop("success", None)
+        if lead.kind == "outcome" or len({report.older for report in reports}) > 1:
+            rows.pop("success", None)  # which is what leads, or was something else before
+        if lead.kind == "outcome":
             rows.setdefault(lead.key, [_percent(report.outcome(lead.outcome)) for report in shown])
         for name in sorted(rows, key=lambda name: name != lead.key):
             called = "mean reward" if name == "reward" else name.removeprefix("outcome/")
