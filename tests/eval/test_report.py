@@ -357,6 +357,6 @@ def before_endings_led(episodes: Iterable[EpisodeResult]) -> EvalReport:
 
 
 def _text(*reports: EvalReport) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(report_table(reports))
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    shown = io.StringIO()
+    Console(file=shown, width=120).print(report_table(reports))
+    return shown.getvalue()

@@ -3,9 +3,10 @@
 The episode goes through the same protocol as the first time, with the recorded seeds. What the
 model said comes from the record, so that neither a model nor a tokenizer is needed: tools, parsers,
 bots and the environment run again, and every message, action, observation, reward, ending and info
-is compared; an environment may tell more by now, in its info, than it did. Given a chat template, prompts are rendered again too and compared token by token.
-Given a runtime, nothing comes from the record: the model samples again with the recorded seeds,
-which must give the same tokens where the backend is deterministic and has the same weights.
+is compared. An environment may tell more by now, in its info, than it did. Given a chat template,
+prompts are rendered again too and compared token by token. Given a runtime, nothing comes from the
+record: the model samples again with the recorded seeds, which must give the same tokens where the
+backend is deterministic and has the same weights.
 """
 
 from __future__ import annotations
