@@ -45,6 +45,31 @@ def test_overrides_are_toml_values_or_plain_strings() -> None:
     assert run.training.overlap is True
 
 
+def test_an_override_has_no_comment() -> None:
+    assert parse_run(MINIMAL, ["run.name=a#b"]).run.name == "a#b"
+    assert parse_run(MINIMAL, ["run.name='a # b'"]).run.name == "a # b"
+    for override in ("training.steps=5#6", "training.steps=5 # six", "training.steps=5,"):
+        with pytest.raises(ConfigError, match=r"training\.steps"):
+            parse_run(MINIMAL, [override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.steps=7",
+        "training.checkpoint_every=7",
+        "training.rank_timeout_s=9000",
+        "logging.loggers=['csv']",
+        "cluster.trainer_nodes=2",
+    ],
+)
+def test_what_may_change_on_a_resume_makes_no_other_run_of_it_on_redis(override: str) -> None:
+    from ludic.runs.pipeline.address import fingerprint
+
+    assert fingerprint(parse_run(MINIMAL, [override])) == fingerprint(parse_run(MINIMAL))
+    assert fingerprint(parse_run(MINIMAL, ["run.seed=7"])) != fingerprint(parse_run(MINIMAL))
+
+
 def test_several_environments_are_a_mix() -> None:
     run = parse_run('[[env]]\nkind = "a"\n[[env]]\nkind = "b"\nweight = 2.0\n')
     assert [(env.kind, env.weight) for env in run.env] == [("a", 1.0), ("b", 2.0)]

@@ -218,6 +218,15 @@ def test_a_setting_without_effect_is_doubted(setting: str, with_effect: str) -> 
     assert doubtful(config(setting, with_effect)) == []
 
 
+@pytest.mark.parametrize("table", ["env", "eval.env"])
+def test_more_attempts_than_turns_are_doubted(table: str) -> None:
+    code = f"{table}={{kind='code_exec', kwargs={{max_attempts=3}}}}"
+    (doubt,) = doubtful(config(code, "training.max_steps=2"))
+    assert "code_exec: max_attempts=3" in doubt
+    assert "training.max_steps=2" in doubt
+    assert doubtful(config(code, "training.max_steps=3")) == []
+
+
 def test_a_report_ends_with_its_warnings() -> None:
     stages = {"before": report("before", [1.0, 0.0])}
     assert str(RunReport(stages, (), ("look out",))).endswith("\nwarning: look out")

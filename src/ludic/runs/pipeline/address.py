@@ -70,10 +70,8 @@ def fingerprint(config: RunConfig) -> str:
     """Returns what two trainers of one run have in common: everything that may not change when it
     is resumed."""
     plain = config.plain()
-    for table, keys in (
-        ("training", ("steps", "checkpoint_every", "keep_checkpoints", "batch_timeout_s")),
-        ("logging", ("loggers", "keep_rollouts")),
-    ):
+    free = ("steps", "checkpoint_every", "keep_checkpoints", "batch_timeout_s", "rank_timeout_s")
+    for table, keys in (("training", free), ("logging", ("loggers", "keep_rollouts"))):
         plain[table] = {k: v for k, v in plain[table].items() if k not in keys}
     for table in ("pipeline", "cluster"):
         plain.pop(table, None)

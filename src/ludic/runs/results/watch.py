@@ -253,6 +253,14 @@ def doubtful(config: RunConfig, model: Any = None, template: Any = None) -> list
             'model.name="tiny" has random weights, and [model.lora] leaves its embeddings as they '
             "are, so it learns next to nothing: leave [model.lora] out, or name a trained model"
         )
+    most = config.training.max_steps
+    for section in (*config.env, *config.eval.env):
+        attempts = section.kwargs.get("max_attempts")
+        if isinstance(attempts, int) and attempts > most:
+            doubts.append(
+                f"{section.kind}: max_attempts={attempts}, but an episode is cut after "
+                f"training.max_steps={most} turns, as if nothing had been tried: raise max_steps"
+            )
     if isinstance(template, HFChatTemplate) and template.tokenizer.eos_token_id is not None:
         end, sampling = template.end_token_id, config.inference.sampling
         spelled = template.tokenizer.decode([end])

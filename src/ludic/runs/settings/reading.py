@@ -117,7 +117,8 @@ def apply_override(data: dict[str, Any], override: str) -> str:
     """Puts `a.b=value` into `data` and returns `a.b`; the value is TOML, or else a string."""
     key, raw = override_key(override), override.partition("=")[2].strip()
     try:
-        value = tomllib.loads(f"value = {raw}")["value"]
+        # In braces a `#` begins no comment that is left out without a word.
+        value = tomllib.loads(f"table = {{value = {raw}}}")["table"]["value"]
     except RecursionError as exc:
         raise _too_deep(f"override {key!r}") from exc
     except ValueError:
