@@ -74,6 +74,15 @@ def test_neither_modules_nor_rooms_import_each_other() -> None:
         list(TopologicalSorter(importers).static_order())  # raises a CycleError that names them
 
 
+def test_contracts_of_training_have_their_names_in_one_place() -> None:
+    from ludic import training
+    from ludic.training import types
+
+    for name in ("BatchSource", "CreditAssigner", "PreprocessFn", "Stateful", "WorksAhead"):
+        assert getattr(types, name) is getattr(training, name)
+    assert not hasattr(types, "NoSuchThing")
+
+
 def _room(module: str) -> str:
     return ".".join(module.split(".")[:2])
 

@@ -2,19 +2,20 @@
 
 The contract of credit is in `ludic.saw.building`, that of algorithms in `ludic.training.algorithm`,
 that of batch sources in `ludic.training.batching.source`, that of publishers in
-`ludic.distributed.interfaces`.
+`ludic.distributed.interfaces`; those that a trainer takes have their names here, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ludic.plumbing.lazy import resolve
 from ludic.saw.items import BatchCounts
 
 
@@ -142,3 +143,19 @@ class Evaluates(Protocol):
     """Says how good the current policy is: `ludic.eval.Evaluator`, as the trainer sees it."""
 
     async def evaluate(self) -> Report: ...
+
+
+_ELSEWHERE = {
+    "BatchSource": "ludic.training.batching.source",
+    "CreditAssigner": "ludic.saw.building",
+    "PreprocessFn": "ludic.training.preprocess",
+    "Stateful": "ludic.training.algorithm",
+    "WorksAhead": "ludic.training.batching.source",
+}
+
+if not TYPE_CHECKING:  # which knows them by their own modules
+
+    def __getattr__(name: str) -> Any:
+        if name not in _ELSEWHERE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return resolve(f"{_ELSEWHERE[name]}:{name}")
