@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ludic
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, RolloutError
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.registry import ENVS
 from ludic.rollouts import read_rollouts
@@ -122,6 +122,17 @@ async def test_a_teachers_tool_calls_are_run_and_shown_in_its_episodes(tmp_path:
     shown = episode_text(rollouts[0]).plain
     called = shown.index("calls: calculator(expression='25 + 25')")
     assert called < shown.index("tool: 50") < shown.index("model: <move>50</move>")
+
+
+def long_winded(obs: str, rng: Random) -> str:
+    return f"Let me think about {obs}" + " again" * 60 + " <move>1</move>"
+
+
+@pytest.mark.usefixtures("higher")
+async def test_answers_of_a_teacher_that_would_be_cut_are_no_lessons(tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match=r"teacher's answer takes more than 256 tokens: raise"):
+        await lessons(tmp_path, "long_winded")
+    assert not (tmp_path / "lessons.jsonl").exists()
 
 
 @pytest.mark.usefixtures("higher")

@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
 
-from ludic.errors import ConfigError, RolloutError, nearest
-from ludic.inference import HFChatTemplate, ScriptedChatClient
+from ludic.errors import ConfigError, InferenceError, RolloutError, nearest
+from ludic.inference import HFChatTemplate, ScriptedChatClient, TokenCompletionRequest
 from ludic.interaction import Runtime
 from ludic.plumbing.arguments import misfit
 from ludic.plumbing.files import replacing
@@ -21,7 +21,7 @@ from ludic.runs.episodes import inference_spec, requests_of, rollout_engine, too
 from ludic.runs.results.terminal import episodes_bar
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
-from ludic.types import Fork, Message, TokenTrace
+from ludic.types import ChatResponse, FinishReason, Fork, Message, TokenTrace
 
 Teacher: TypeAlias = Callable[[Sequence[Message], Random], str]
 
@@ -76,7 +76,7 @@ async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
     seed = derive_seed(config.run.seed, "lessons")
     rng = Random(derive_seed(seed, "teacher"))
     template = _Overheard(tokenizer, tool_parser_of(config))
-    client = ScriptedChatClient(lambda _: teacher(template.heard, rng), template)
+    client = _Uncut(lambda _: teacher(template.heard, rng), template)
     runtime = Runtime(client, template, "teacher", inference_spec(config))
     with episodes_bar(f"synthetic data by {config.sft.teacher}") as update:
         rollouts = await rollout_engine(config, runtime, seed=seed).generate_rollouts(
@@ -91,6 +91,19 @@ async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
     with replacing(path) as temporary, RolloutWriter(temporary) as writer:
         for rollout in rollouts:
             writer.write(rollout)
+
+
+class _Uncut(ScriptedChatClient):
+    """Raises where an answer is cut by length: a policy would learn from it not to end its own."""
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        response = await super().complete_tokens(request)
+        if response.finish_reason is FinishReason.LENGTH:
+            raise InferenceError(
+                f"the teacher's answer takes more than {request.sampling.max_tokens} tokens: raise "
+                "inference.sampling.max_tokens, or the context's limit"
+            )
+        return response
 
 
 class _Overheard(HFChatTemplate):
