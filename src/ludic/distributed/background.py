@@ -1,4 +1,5 @@
-"""Publishing behind the trainer's back: it waits for a copy of the weights, not for their way."""
+"""Publishing in the background: the trainer waits for a copy of the weights, not for the
+transfer."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Weights by HTTP: the side that fetches, and passes on what it has.
 
-A host fetches a file once, in pieces, and checks each. Pieces that other hosts have come from them,
-and only what nobody has comes from the trainer. A host that is dead, slow or wrong is left for the
-rest of that file, and the trainer is asked instead: see `Patience` for what that costs. One that
-cost time is left for later files, too: see `Away`.
+A host fetches a file once, in pieces, and checks each. It takes a piece from another host that has
+it, and from the trainer only if no host does. A host that is dead, slow or wrong is not asked again
+for that file; the trainer is asked instead. `Patience` says what that costs, and `Away` which hosts
+are left out of later files too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The checkpoints of a run, such that a half-written one is never taken for whole: each is written
-under a temporary name, renamed when complete, and `latest` is moved last."""
+"""The checkpoints of a run. A half-written one is never taken for complete: each is written under a
+temporary name and renamed when complete, and `latest` is moved last."""
 
 from __future__ import annotations
 

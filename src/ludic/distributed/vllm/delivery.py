@@ -1,6 +1,6 @@
-"""One publish on its way: its steps, each server during it, and how long its parts took.
+"""One publish in progress: its steps, the servers during it, and how long its parts took.
 
-Whole weights and adapters have this in common; `Delivery` and `Payload` say where they differ.
+This is common to whole weights and adapters; `Delivery` and `Payload` define where they differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which plane the weights take: it follows from where the trainer and the servers' workers are."""
+"""Chooses the plane for the weights from where the trainer and the servers' workers are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One server during a publish of weights: what it is asked, step by step, and what it answers."""
+"""One server during a publish of weights: the requests to it, step by step, and its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's thread: takes requests in, computes steps, and stands still while weights change."""
+"""The engine's thread: takes requests in, computes steps, and pauses while weights change."""
 
 from __future__ import annotations
 

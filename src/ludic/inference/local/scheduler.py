@@ -1,7 +1,8 @@
-"""Who is computed, and what became of each step: admission, prefix sharing, ending.
+"""Which sequences are computed, and what happens after each step: admission, prefix sharing,
+ending.
 
-No threads here: the engine's thread owns a scheduler and calls `advance` until there is no work.
-How a step is computed is in `eager` and in `gpu/`.
+There are no threads here: the engine's thread owns a scheduler and calls `advance` until there is
+no work. Steps are computed in `eager` and in `gpu/`.
 """
 
 from __future__ import annotations

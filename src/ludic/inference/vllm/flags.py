@@ -1,8 +1,8 @@
-"""Which vLLM there is, and the flags, the environment and the names that its server needs.
+"""Which vLLM is installed, and the flags, environment and names that its server needs.
 
 vLLM takes no objects, so it finds Ludic's code inside its processes by name. That code needs torch
-and vLLM and lives in a higher layer (`ludic.distributed.in_vllm`); this file is the only place that
-names it. A test holds that every name leads somewhere.
+and vLLM and lives in a higher layer (`ludic.distributed.in_vllm`); only this file names it. A test
+checks that every name exists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The servers of a client: what each of them is, which weights it has, and which may serve."""
+"""A client's servers: what each one is, which weights it has, and which may serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of batch sources, and the way of a batch into the trainer. Imports no torch."""
+"""The contract of batch sources, and how a batch gets into the trainer. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Attention within packed sequences, for every transformers model that lets it be chosen.
+"""Attention within packed sequences, for every transformers model whose attention can be chosen.
 
-`PackedAttention` puts a function in front of the model's own attention: calls that carry
-sequence boundaries go to a packed kernel, all others (a sampler's) to what was there before.
+`PackedAttention` puts a function in front of the model's own attention: calls with sequence
+boundaries go to a packed kernel, all others (a sampler's) to the original.
 """
 
 from __future__ import annotations

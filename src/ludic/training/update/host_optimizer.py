@@ -1,5 +1,5 @@
-"""AdamW whose masters and moments are in the host's memory: 12 bytes for each trained parameter
-that the device does not have to hold."""
+"""AdamW with masters and moments in the host's memory, which saves the device 12 bytes per trained
+parameter."""
 
 from __future__ import annotations
 

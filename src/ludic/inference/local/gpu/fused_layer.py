@@ -1,8 +1,8 @@
-"""A decoder layer in seven launches instead of forty, for families that are built alike.
+"""A decoder layer in seven launches instead of forty, for families with the same architecture.
 
-It takes a cloned layer's place in the engine's view and calls the same submodules' weights. A LoRA
-layer's products are computed with those of the projection that it belongs to. A submodule that is
-neither (a quantised one, DoRA) is called as it is.
+It replaces a cloned layer in the engine's view and uses the weights of the same submodules. A LoRA
+layer's products are computed together with those of its projection. Any other submodule (a
+quantised one, DoRA) is called as it is.
 """
 
 from __future__ import annotations
