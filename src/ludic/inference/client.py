@@ -70,8 +70,8 @@ class ChatClient(Protocol):
 
 @runtime_checkable
 class VersionedClient(ChatClient, Protocol):
-    """A client that knows which policy version it samples from. Whoever published to it asks, and
-    does not go on with another version than was published."""
+    """A client that knows which policy version it samples from, so that whoever published can check
+    that it is the published one."""
 
     async def get_policy_version(self) -> int: ...
 
@@ -122,4 +122,4 @@ class QueueingClient(ChatClient, Protocol):
         """Returns what `withdraw` takes, or None, with nothing queued, if there is no room."""
 
     def withdraw(self, ticket: Any) -> None:
-        """Takes a request back; its waiter hears nothing more."""
+        """Cancels a request; its waiter gets no answer."""

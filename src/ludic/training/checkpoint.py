@@ -251,7 +251,7 @@ class Checkpointer:
         return None
 
     def _set_aside(self, path: Path, why: str) -> str:
-        """Renames a checkpoint, and says in words what became of it."""
+        """Renames a checkpoint, and returns a sentence that says so."""
         renamed = self._renamed(path, why)
         return f"it is kept as {renamed.name}" if renamed else "nothing is left of it"
 

@@ -281,7 +281,7 @@ class HFChatTemplate:
     def _recall(
         self, messages: Sequence[Message], previous: TokenTrace, tools: Tools
     ) -> _Rendered | Fork:
-        """The previous prompt's text: remembered, or rendered again and held against its ids."""
+        """The previous prompt's text: cached, or rendered again and checked against its ids."""
         with self._lock:
             remembered = self._remembered.get(hash(previous.prompt_token_ids))
         if remembered is not None:

@@ -36,8 +36,8 @@ class SwitchRoute:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        # The answers of many requests are hundreds of thousands of objects, and while a collection
-        # looks through them, the server hears nobody.
+        # The answers of many requests are hundreds of thousands of objects, and while the garbage
+        # collector looks through them, the server handles no call.
         gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
         self._scoring: asyncio.Future[list[float] | None] | None = None
 
@@ -83,7 +83,7 @@ async def _begin_scoring(
     engine: Any, tokens: list[int], limit_s: float
 ) -> asyncio.Future[list[float] | None]:
     """The engine has the canary when this returns, and computes it first when it samples again.
-    Where it does not, or not in time, the trainer asks in another way, and hears why."""
+    If it is not, or not in time, the trainer asks in another way, and is told why."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)

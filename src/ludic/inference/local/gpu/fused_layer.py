@@ -94,8 +94,8 @@ def fused_layers(kernels: ModuleType) -> Callable[[nn.Module], nn.Module | None]
 
 
 class _Between:
-    """What one layer of a view leaves to the next beside its output: parts of a sum that the next
-    one's first norm adds. The engine's thread alone calls the view."""
+    """What one layer of a view passes to the next besides its output: parts of a sum that the next
+    one's first norm adds. Only the engine's thread calls the view."""
 
     def __init__(self) -> None:
         self.layers: set[int] = set()

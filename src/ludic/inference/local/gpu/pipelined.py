@@ -128,7 +128,7 @@ class PipelinedScheduler(Scheduler):
             yield
             return
         with torch.cuda.device(self.batch.device):
-            # First: a trainer beside it has long kernels, behind which a step would queue.
+            # First: a trainer on the same GPU has long kernels, which a step would queue behind.
             stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.default_stream())
             with torch.cuda.stream(stream):
