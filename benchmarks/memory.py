@@ -1,4 +1,4 @@
-"""The memory of an update: what `ludic.memory` foretells against what a GPU measures.
+"""The memory of an update: predicted by `ludic.memory`, and measured on a GPU.
 
     python -m benchmarks.memory                      # 135M to 7B, all weights and rank 16
     python -m benchmarks.memory --shapes 7b --ranks 16 --budgets 2048 4096 8192

@@ -1,4 +1,4 @@
-"""How well `ludic plan` foretells what was measured: `python -m benchmarks.plan`.
+"""How well `ludic plan` predicts what was measured: `python -m benchmarks.plan`.
 
 The profile of the H200 is fitted on what we measured up to a day (`benchmarks.plan_rows`) and is
 judged by runs made after it was fixed. Published rows of other systems are judged by their ratio of
@@ -6,7 +6,7 @@ asynchronous to synchronous.
 
     python -m benchmarks.plan                  # the rows that fit it, and other systems
     python -m benchmarks.plan --write          # fits the H200's profile again
-    python -m benchmarks.plan --page           # also writes the tables and picture of docs/scale.md
+    python -m benchmarks.plan --page           # also writes docs/scale.md's and plan.md's tables
     python -m benchmarks.plan --judge FOLDER   # run folders and benchmarks' output in a folder
     python -m benchmarks.plan --judge FOLDER --page
 
@@ -90,7 +90,7 @@ def figures(lines: Sequence[Line], use: str) -> dict[str, Any]:
 
 
 def judge(folder: Path, *, page: bool) -> None:
-    """Prints what a folder's runs took beside what the fixed profile foretells."""
+    """Prints what a folder's runs took beside what the fixed profile predicts."""
     from benchmarks.plan_judge import judged_lines
     from benchmarks.plan_page import write_tables
 

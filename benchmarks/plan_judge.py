@@ -180,7 +180,7 @@ def benchmark_lines(name: str, facts: Mapping[str, Any], profile: Profile) -> It
 
 
 def _filled(facts: Mapping[str, Any]) -> bool:
-    """Whether a batch of `benchmarks.memory` was as large as the pass that was foretold."""
+    """Whether a batch of `benchmarks.memory` was as large as the pass that was predicted."""
     batch = facts.get("tokens_per_s", 0) * facts.get("update_s", 0)
     return "predicted_gb" in facts and facts.get("tokens_of_a_pass", 0) <= 1.01 * (batch or 1e9)
 

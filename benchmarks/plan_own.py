@@ -23,7 +23,7 @@ _EXACT = 0.003
 
 @dataclass(frozen=True)
 class Line:
-    """A figure, foretold and measured; fitted, judged or only shown."""
+    """A figure, predicted and measured; fitted, judged or only shown."""
 
     group: str
     name: str
@@ -45,7 +45,7 @@ class Line:
 
 
 def table(lines: Sequence[Line]) -> str:
-    head = "| | | foretold | measured | error | |\n|---|---|---|---|---|---|"
+    head = "| | | predicted | measured | error | |\n|---|---|---|---|---|---|"
     return "\n".join([head, *(line.row() for line in lines)])
 
 

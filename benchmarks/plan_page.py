@@ -1,4 +1,5 @@
-"""Writes tables and picture into docs/scale.md, for `python -m benchmarks.plan --page`."""
+"""Writes the tables of docs/scale.md and benchmarks/plan.md, and the picture of the former, for
+`python -m benchmarks.plan --page`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from ludic.plan.search import Job, Option, splits, try_split
 from ludic.plan.workload import Lengths, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, PICTURE = ROOT / "docs" / "scale.md", ROOT / "docs" / "images" / "scale.png"
+EXPECTED, ACCURACY = ROOT / "docs" / "scale.md", ROOT / "benchmarks" / "plan.md"
+PAGES = {"expected": EXPECTED, "fresh": ACCURACY, "fitted": ACCURACY}
+PICTURE = ROOT / "docs" / "images" / "scale.png"
 GPUS = (8, 64, 256, 1024)
 MODELS = ("Qwen2.5-7B", "Qwen2.5-32B")
 MODES: dict[str, dict[str, Any]] = {
@@ -105,9 +108,9 @@ def write_page(fitted: str) -> None:
 
 def write_tables(tables: Mapping[str, str]) -> None:
     """Puts each table between its marks."""
-    text = PAGE.read_text(encoding="utf-8")
     for name, lines in tables.items():
+        text = PAGES[name].read_text(encoding="utf-8")
         begin, end = f"<!-- {name}: made by benchmarks.plan -->", f"<!-- end of {name} -->"
         head, _, rest = text.partition(begin)
         text = f"{head}{begin}\n\n{lines}\n\n{end}{rest.partition(end)[2]}"
-    PAGE.write_text(text, encoding="utf-8")
+        PAGES[name].write_text(text, encoding="utf-8")

@@ -2,7 +2,8 @@
 
 All rows of code that is still there fit the profile; rows of code that has been replaced are only
 shown. Runs made after the profile was fixed judge it (`benchmarks.plan --judge`) and are not here.
-Sources are sections of `benchmarks/README.md` unless they say otherwise.
+Sources are `benchmarks/README.md` up to 2026-11-17 unless they say otherwise; git has the readings
+that later ones replaced.
 """
 
 from __future__ import annotations

@@ -36,34 +36,34 @@ MARK = "<!-- Made by `benchmarks.results real`: what follows is overwritten. -->
 BEGIN, END = "<!-- Made by `benchmarks.results real --readme`. -->", "<!-- Until here. -->"
 TASK = """\
 A question of GSM8K, an answer of at most 512 tokens, and a reward of 1 for the right number in
-`\\boxed{…}`, 0 for a wrong one and -0.1 for none; 128 answers an update, in groups of 8 where the
-algorithm compares them (the README's `gsm8k.toml`). Samples are drawn at temperature 1, in
-evaluations too. The models are Qwen2.5-Coder-Instruct, read from the published 4-bit files and
-trained in bfloat16 with float32 masters.
+`\\boxed{…}`, 0 for a wrong one and -0.1 for none: the README's `gsm8k.toml`. An update has 128
+answers, in groups of 8 if the algorithm compares them. Samples are drawn at temperature 1, also in
+evaluations. The models are Qwen2.5-Coder-Instruct, read from the published 4-bit files and trained
+in bfloat16 with float32 masters.
 """
 GSM8K = """
-The 1.5B, with all weights at a learning rate of 1e-6 and with LoRA of rank 16 at 2e-5, beside TRL's
-`GRPOTrainer` with vLLM in its process, the same reward and the same batch. Evaluated on all 1,319
-test questions.
+The 1.5B, with all weights at a learning rate of 1e-6 and with LoRA of rank 16 at 2e-5, compared
+with TRL's `GRPOTrainer` with vLLM in its process, on the same reward and batch. Evaluated on all
+1,319 test questions.
 """
 ALGORITHMS = f"""
-The 0.5B with every algorithm, equal batches, the same 400 draws from the test questions as
-evaluation, and a learning rate of {RATE} for all of them; {OTHER_RATE} was tried for {RATE_UPDATES}
-updates with each. Where there is one seed, a difference of a few points may be chance: look at the
-intervals. SPO's baseline is what a question gave before, so it sees only the first 512 questions,
+The 0.5B with every algorithm: equal batches, the same 400 draws from the test questions as
+evaluation, and a learning rate of {RATE} for all; {OTHER_RATE} was tried for {RATE_UPDATES}
+updates with each. With one seed, a difference of a few points may be chance: look at the
+intervals. SPO's baseline is a question's earlier reward, so it sees only the first 512 questions,
 each about ten times.
 """
 DISTILLATION = """
-The 1.5B after its run of [GSM8K](gsm8k.md) is the teacher, the 0.5B the student. OPD trains it on
-its own answers towards the teacher's log-probs, without a reward; SFT trains it on as many answers
-that the teacher wrote (cut ones left out), each once; GRPO is the student alone with the reward, on
-as many answers of its own. MOPD has two teachers, the 1.5B for GSM8K and a 0.5B that learned sums
-of four numbers for those, and one student that gets both.
+The teacher is the 1.5B after its [GSM8K](gsm8k.md) run, the student the 0.5B. OPD trains the
+student on its own answers towards the teacher's log-probs, without a reward. SFT trains it on as
+many answers written by the teacher (cut ones left out), each once. GRPO trains it on as many
+answers of its own, with the reward and without a teacher. MOPD has two teachers, the 1.5B for
+GSM8K and a 0.5B that learned sums of four numbers, and one student for both tasks.
 """
 SYNC_ASYNC = """
-The 0.5B by GRPO: one process that samples and then trains, one that samples the next batch while it
-trains (`training.overlap`), and an actor and a trainer over Redis ([`--async`](../pipeline.md)). In
-both of the latter, samples are one update old.
+The 0.5B with GRPO: one process that samples and then trains, one that samples the next batch
+while it trains (`training.overlap`), and an actor and a trainer over Redis
+([`--async`](../pipeline.md)). In the last two, samples are one update old.
 """
 MODELS = {
     "qwen05": "Qwen2.5-Coder-0.5B-Instruct",
@@ -74,7 +74,7 @@ PAGES = {
     "gsm8k": ("GSM8K", TASK + GSM8K),
     "algorithms": ("Every algorithm", TASK + ALGORITHMS),
     "distillation": ("Distillation", TASK + DISTILLATION),
-    "sync_async": ("Synchronous beside asynchronous", TASK + SYNC_ASYNC),
+    "sync_async": ("Synchronous and asynchronous", TASK + SYNC_ASYNC),
 }
 
 
@@ -203,7 +203,7 @@ def _company(groups: Mapping[str, Sequence[Series]]) -> str:
     runs = list(itertools.chain.from_iterable(groups.values()))
     alone = [f"{run.name} (seed {run.seed})" for run in runs if run.alone]
     if len(alone) == len(runs):
-        return "Every run had the GPU for itself."
+        return "Every run had the GPU to itself."
     if not alone:
         return "The runs shared one GPU, so their seconds say nothing about speed."
     return (
@@ -270,9 +270,10 @@ def _write_index(book: Book, written: Sequence[str], root: Path, made_by: str) -
     others = sorted({"sums", "tic_tac_toe", "tool_use"} - set(written))
     parts = [
         "# Results",
-        "Right answers on held-out questions, before and after training, with 95 % intervals; of "
-        "several seeds, the mean and the range. Minutes are those of the updates, of runs that had "
-        "the GPU for themselves. Each page has its curves, settings and what did not work.",
+        "What models learned in published runs: right answers on held-out questions, before and "
+        "after training, with 95 % intervals; for several seeds, the mean and the range. Minutes "
+        "count the updates only, of runs that had the GPU to themselves. Each page has curves, "
+        "settings, commands and what did not work.",
         MARK,
         table([HEADER, *_rows(book, written)]),
     ]

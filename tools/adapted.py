@@ -37,7 +37,7 @@ COMPOSITE = {"datasets": [{"name": "chain_sum", "weight": 1, "config": {}}]}
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of one task or game. `why` is empty if it was made and stepped."""
+    """The verdict on one task or game. `why` is empty if it could be created and stepped."""
 
     name: str
     why: str = ""
@@ -154,10 +154,10 @@ def as_page(answers: Sequence[Tried], played: Sequence[Tried]) -> str:
     lines = [
         "# What can be played",
         "",
-        "Written by `python -m tools.adapted --write`, without a network: each task of",
-        "reasoning-gym and one game of each class of TextArena was made, begun twice with one",
-        "seed, and stepped.",
-        f"With Python {python}, reasoning-gym {version('reasoning-gym')} and TextArena "
+        "Which tasks of reasoning-gym and which games of TextArena work through the",
+        "[adapters](adapters.md). Each task, and one game of each class, was created without a",
+        "network, reset twice with one seed, and stepped, by `python -m tools.adapted --write`,",
+        f"with Python {python}, reasoning-gym {version('reasoning-gym')} and TextArena "
         f"{version('textarena')}.",
         "",
         "## reasoning-gym",

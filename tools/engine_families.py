@@ -39,7 +39,7 @@ class NoText:
 
 
 def tried(name: str) -> Verdict:
-    """What becomes of the family: log-probs of sampled tokens, held against a plain pass."""
+    """The verdict on a family: log-probs of sampled tokens compared with those of a plain pass."""
     try:
         model = tiny(name, SIZES)
         with torch.no_grad():
@@ -89,8 +89,8 @@ def _gap(model: Any, answer: ChatResponse) -> float:
 
 def _reason(why: str) -> str:
     """Without the way out, which is the same for all and stands above the table."""
-    for way_out in ("; sample through", ": sample through", "; the in-process engine serves"):
-        why = why.partition(way_out)[0]
+    for way_out in ("; sample", ": sample", "; the in-process engine serves", ": it needs"):
+        why = why.partition(f"{way_out} ")[0]
     return why
 
 

@@ -142,7 +142,7 @@ def _small(default: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tried(name: str) -> Verdict:
-    """What becomes of the family: its log-probs through a `Trainer`, held against its own."""
+    """The verdict on a family: its log-probs through a `Trainer` compared with its own."""
     try:
         model = tiny(name)
         batch = _batch(model)

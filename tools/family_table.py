@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ END = "<!-- end of the table -->"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a family; `why` says it for those that were not taken."""
+    """How a family is handled, and why."""
 
     how: str
     why: str = ""
@@ -22,7 +23,7 @@ class Verdict:
 @dataclass(frozen=True)
 class FamilyTable:
     """The table that `python -m tools.{tool} --write` puts between two marks of a page of the docs.
-    Each verdict has a heading; those in `reasons` list a reason for each family."""
+    Each verdict has a heading; those in `reasons` list their reasons, and the families of each."""
 
     tool: str
     page: str
@@ -41,8 +42,11 @@ class FamilyTable:
             names = [name for name, verdict in verdicts.items() if verdict.how == how]
             lines += [f"{self.level} {heading} ({len(names)})", ""]
             if how in self.reasons:
-                lines += ["| family | why |", "|---|---|"]
-                lines += [f"| `{name}` | {short(verdicts[name].why)} |" for name in names]
+                alike: dict[str, list[str]] = {}
+                for name in names:
+                    alike.setdefault(reason(verdicts[name].why), []).append(f"`{name}`")
+                lines += ["| families | why |", "|---|---|"]
+                lines += [f"| {', '.join(those)} | {why} |" for why, those in alike.items()]
             else:
                 lines.append(", ".join(f"`{name}`" for name in names))
             lines.append("")
@@ -57,10 +61,9 @@ class FamilyTable:
         for line in text.partition(self._begin)[2].partition(END)[0].splitlines():
             if line.startswith(f"{self.level} "):
                 how = verdicts[line.removeprefix(self.level).strip().rpartition(" (")[0]]
-            elif line.startswith("`"):
-                found |= dict.fromkeys((name.strip("` ") for name in line.split(",")), how)
-            elif line.startswith("| `"):
-                found[line.split("`")[1]] = how
+            elif line.startswith(("`", "| `")):
+                names = line.removeprefix("| ").partition(" |")[0].split(",")
+                found |= dict.fromkeys((name.strip("` ") for name in names), how)
         return found
 
     def write(self, verdicts: Mapping[str, Verdict]) -> None:
@@ -78,7 +81,7 @@ class FamilyTable:
         about: str,
         arguments: Iterable[str] | None = None,
     ) -> None:
-        """The command line: tries families one after another, and says what became of each."""
+        """The command line: tries families one after another, and prints the verdict on each."""
         parser = argparse.ArgumentParser(description=about.partition("\n")[0])
         parser.add_argument("names", nargs="*", help="families; none: all of them")
         parser.add_argument("--write", action="store_true", help=f"into {self.page}")
@@ -89,6 +92,13 @@ class FamilyTable:
             print(f"{name:32} {verdicts[name].how:20} {short(verdicts[name].why)}", flush=True)
         if chosen.write:
             self.write(verdicts)
+
+
+def reason(why: str) -> str:
+    """A reason without the name of the class, figures and shapes: what families have in common."""
+    bare = re.sub(r"^\w+(ForCausalLM|ForConditionalGeneration|LMHeadModel|Decoder)[: ]+", "", why)
+    bare = re.sub(r"\b\w+Attention (?=adds|asks)", "its attention ", bare)
+    return short(re.sub(r"\[[\d, ]*\]|\([\d, ]+\)|(?<![\w.])\d[\d.]*(e-\d+)?\b", "…", bare))
 
 
 def short(why: str) -> str:

@@ -1,4 +1,5 @@
-"""Bringing weights to samplers, and training on several ranks. Names that need torch load late."""
+"""Publishing weights to samplers, and training on several ranks. Names that need torch load
+late."""
 
 from ludic.plumbing.lazy import late_names
 

@@ -1,4 +1,4 @@
-"""Where this machine listens, and by which of its addresses others see it."""
+"""The address that this machine listens on, and the address by which other machines reach it."""
 
 from __future__ import annotations
 

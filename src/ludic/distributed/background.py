@@ -1,4 +1,5 @@
-"""Publishing behind the trainer's back: it waits for a copy of the weights, not for their way."""
+"""Publishing in the background: the trainer waits for a copy of the weights, not for the
+transfer."""
 
 from __future__ import annotations
 
@@ -69,13 +70,13 @@ class BackgroundPublisher(PolicyPublisher):
     event loop: leave it only after `settle` or `abandon`.
 
     Args:
-        inner: what publishes; its `snapshots` say where the copies are kept.
-        beside: a sampler that shares the trainer's own tensors, and hears of a version at once.
-        timeout_s: the deadline of one publish, where `inner` has none of its own.
-        held: whether whoever changes the weights holds `updating` meanwhile, as the trainer does.
-            The model is then read behind `publish`, and weights in the host's memory are copied
-            there, too; `updating` waits for both. (Those on a GPU are copied at once: it takes a
-            moment, and the stream is shared.)
+        inner: the publisher that sends; its `snapshots` decide where the copies are kept.
+        beside: a sampler that shares the trainer's own tensors, and is told of a version at once.
+        timeout_s: the deadline of one publish, if `inner` has none of its own.
+        held: whether the weights change only while `updating` is held, as with the trainer. The
+            model is then read after `publish` returns, and weights in the host's memory are
+            copied then, too; `updating` waits for both. (Weights on a GPU are copied at once: it
+            is quick, and the stream is shared.)
     """
 
     def __init__(

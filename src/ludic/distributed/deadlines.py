@@ -1,5 +1,5 @@
-"""How long a publish may take: whoever waits for it adds to its own deadlines, and never cuts them
-short. So the error that comes first is the one that names the server."""
+"""How long a publish may take at most. Whoever waits for a publish adds this to its own
+deadline, so that the first error to appear is the one that names the server."""
 
 from __future__ import annotations
 

@@ -1,18 +1,17 @@
 """What changed between two versions of the same weights, to the bit.
 
-A tensor's difference is a vector of bytes that is never longer than the tensor: none where nothing
-changed; the tensor's own bytes where little would be saved; else, in this order, the number of
-changed elements (8 bytes), their new values, and where they are. Places are the gaps between
-changed elements where few changed, else one bit for each element. A gap is a byte: 255 skips 255
-elements, any smaller number skips so many and names the one after them.
+A tensor's difference is a vector of bytes that is never longer than the tensor. It is empty if
+nothing changed, and the tensor's own bytes if little would be saved. Otherwise it has, in this
+order, the number of changed elements (8 bytes), their new values, and their places. Places are the
+gaps between changed elements if few changed, else one bit per element. A gap is a byte: 255 skips
+255 elements; any smaller number skips that many and names the element after them.
 
 Elements are compared as integers: -0.0 differs from 0.0, and NaNs keep their payloads. Values
-replace what was there, so a difference may be applied twice; applied to other weights than it was
-made against it gives garbage. Whoever applies one compares checksums (`vllm/checksums.py`) before
-the result is used.
+replace the old ones, so a difference may be applied twice. Applied to other weights than those it
+was made against, it gives garbage: compare checksums (`vllm/checksums.py`) before using the result.
 
-It is computed on the host, in NumPy: one thread is several times as quick there as in torch. Many
-tensors are compared in as many threads as torch uses.
+Differences are computed on the host in NumPy, where one thread is several times as fast as in
+torch. Many tensors are compared in as many threads as torch uses.
 """
 
 from __future__ import annotations

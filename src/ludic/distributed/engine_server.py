@@ -1,7 +1,7 @@
-"""The in-process engine behind HTTP: the routes of vLLM that a client and a publisher of ours use.
+"""The in-process engine behind HTTP, with those routes of vLLM that our client and publisher use.
 
-For machines without vLLM, and for tests of whole clusters. It samples with the engine that a run
-with `inference.backend = "local"` has; an update is staged, checked and applied as a whole.
+It is for machines without vLLM, and for tests of whole clusters. It samples with the same engine
+as a run with `inference.backend = "local"`. An update is staged, checked and applied as a whole.
 """
 
 from __future__ import annotations

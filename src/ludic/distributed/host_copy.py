@@ -1,10 +1,10 @@
-"""The weights that were staged last on this host, in shared memory, for all who follow one
-publisher: a server's workers, and other servers.
+"""A copy in shared memory of the weights that were last staged on this host. All of its followers
+of one publisher (a server's workers, and other servers) share it.
 
-A difference is applied to this copy, and everybody loads from it. Whoever is first to be told of an
-update makes the copy of it, under a lock; the others find it made. `holds` names what it is, and is
-empty while the copy is written to: a process that is killed half-way leaves no name behind, so that
-nothing is ever added to what it left, and the next update is a whole one.
+A difference is applied to this copy, and every worker loads from it. The first to learn of an
+update writes it into the copy, under a lock; the others find it there. `holds` names the version,
+and is empty while the copy is being written: after a process is killed half-way the copy has no
+name, nothing is applied to it, and the next update is a whole one.
 """
 
 from __future__ import annotations

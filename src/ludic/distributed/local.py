@@ -1,4 +1,5 @@
-"""Publishers within this process: a shared module, a copy, and many ranks with one voice."""
+"""Publishers within this process: to a shared module, to a copy, and from many ranks through
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a host waits for weights that it fetches, and whom it does not ask again."""
+"""How long a host waits for weights that it fetches, and which hosts it stops asking."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Weights by HTTP: the side that fetches, and passes on what it has.
 
-A host fetches a file once, in pieces, and checks each. Pieces that other hosts have come from them,
-and only what nobody has comes from the trainer. A host that is dead, slow or wrong is left for the
-rest of that file, and the trainer is asked instead: see `Patience` for what that costs. One that
-cost time is left for later files, too: see `Away`.
+A host fetches a file once, in pieces, and checks each. It takes a piece from another host that has
+it, and from the trainer only if no host does. A host that is dead, slow or wrong is not asked again
+for that file; the trainer is asked instead. `Patience` says what that costs, and `Away` which hosts
+are left out of later files too.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class PieceFetcher:
         def given_up(came: int) -> bool:
             if came and size is not None:
                 self.progressed = time.monotonic()
-            # What is here is said to the end, also when that is all.
+            # Announce what is here until the end, even if nothing is missing any more.
             return self.closed.is_set() or (job.over.is_set() and not body)
 
         return get(
@@ -352,9 +352,9 @@ class PieceFetcher:
             return chosen
 
     def _share(self, job: _Fetch, wanted: list[int]) -> tuple[int, dict[str, bytes]]:
-        """Says what is here; returns the piece to ask the trainer for (or -1), and what others
-        have. The trainer knows who has what; where it does not answer, nobody is asked."""
-        with job.sharing:  # what is said late would take a claim back
+        """Announces which pieces are here; returns the piece to ask the trainer for (or -1), and
+        what others have. If the trainer, which knows that, does not answer, nobody is asked."""
+        with job.sharing:  # an announcement that arrives late would take a claim back
             now = time.monotonic()
             # A host that is slow with a piece keeps nobody from asking the trainer for others.
             slow = [url for url, since in list(job.asked.items()) if now - since > CLAIM_S]

@@ -1,8 +1,8 @@
-"""The publishers to live vLLM servers: whole weights, or a LoRA adapter alone.
+"""Publishers to live vLLM servers: whole weights, or a LoRA adapter alone.
 
-Control goes over HTTP, tensors over a data plane or a folder. One publish: gather the tensors; let
-every server stage them beside what it has and say what arrived; only when all of it is right, let
-the servers use them. What is staged and how it is used is the payload's matter.
+Control goes over HTTP, tensors over a data plane or a folder. A publish gathers the tensors, lets
+every server stage them beside its current weights and report what arrived, and only then switches
+the servers over. The payload decides what is staged and how it is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Many ranks' weights in one file in shared memory: each rank writes the rows that it has.
+"""Many ranks' weights in one file in shared memory: each rank writes its own rows.
 
-Nothing is gathered on any device: it has its shard and no more, except where an adapter is merged,
-which takes one weight at a time. The host has all weights once, in the file.
+No device holds more than its shard, except one weight at a time where an adapter is merged. The
+host has all weights once, in the file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Folders in shared memory that servers and actors on this machine read, and that nobody has to
-clean up.
+"""Folders in shared memory that servers and actors on this machine read, and that clean up after
+themselves.
 
-An owner keeps its folder's file `lock` locked. A lock ends with its process, however that ends:
-a folder whose lock is free was left behind, and is removed by the next who makes one. The kernel
-knows of it in every container that sees the folder; the number in its name is for people.
+An owner keeps its folder's file `lock` locked. The lock ends with its process, however that ends,
+so a folder with a free lock was left behind; whoever creates the next folder removes it. Locks
+work in every container that sees the folder; the number in its name is only for people.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A safetensors file that is made before its tensors are there, and mapped so that they can be
-written: several processes fill in their parts, or change the tensors where they are."""
+"""A safetensors file that is created before its tensors exist, and memory-mapped, so that several
+processes can write their parts or change tensors in place."""
 
 from __future__ import annotations
 

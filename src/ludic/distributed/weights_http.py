@@ -1,10 +1,10 @@
 """Weights by HTTP, for hosts that do not share a folder with the trainer: the serving side.
 
-The trainer serves its files by their checksums, in pieces of 16 MiB; hosts serve the pieces that
-they have in the same way. The trainer knows which host has which piece, and a host claims a piece
-before it asks the trainer for it: each leaves the trainer once, however many hosts there are.
+The trainer serves its files by checksum, in pieces of 16 MiB; hosts serve the pieces that they have
+in the same way. The trainer knows which host has which piece, and a host claims a piece before it
+asks the trainer for it. So each piece leaves the trainer once, however many hosts there are.
 
-A request is signed with the run's key.
+Requests are signed with the run's key.
 """
 
 from __future__ import annotations

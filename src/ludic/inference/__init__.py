@@ -1,7 +1,7 @@
 """Inference: the client's contract, sampling, chat templates, tool parsers, and the backends.
 
-The backends are imported when they are first asked for, so that `import ludic.inference` needs
-neither torch nor transformers nor aiohttp.
+Backends are imported on first use, so that `import ludic.inference` needs neither torch nor
+transformers nor aiohttp.
 """
 
 from ludic.plumbing.lazy import late_names

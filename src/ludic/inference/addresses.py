@@ -1,4 +1,4 @@
-"""Addresses of servers, without the secrets that may stand in them, and the keys to servers."""
+"""Addresses of servers, with the secrets in them removed, and the keys to servers."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
 A backend implements `ChatClient`. One whose weights change while it serves also implements
 `VersionedClient`, and stamps the version on every span of tokens that it returns.
 
-`sync_weights` is the client's half of a publish, and a `PolicyPublisher` the trainer's. An engine
-in this process takes the weights in itself, and its publisher calls `sync_weights`. A client of
-servers has no tensors to set: it hands them on to the publisher that was made for it, which knows
-how they travel. A client whose weights nobody here can change raises `NotTrainableError`.
+`sync_weights` is the client's half of a publish, and a `PolicyPublisher` the trainer's. For an
+engine in this process, the publisher calls `sync_weights`, which takes the weights in. A client of
+servers has no tensors to set: its `sync_weights` hands them to the publisher made for it, which
+knows how they travel. A client whose weights cannot be changed raises `NotTrainableError`.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class ChatClient(Protocol):
 
 @runtime_checkable
 class VersionedClient(ChatClient, Protocol):
-    """A client that knows which policy version it samples from. Whoever published to it asks, and
-    does not go on with another version than was published."""
+    """A client that knows which policy version it samples from, so that whoever published can check
+    that it is the published one."""
 
     async def get_policy_version(self) -> int: ...
 
@@ -122,4 +122,4 @@ class QueueingClient(ChatClient, Protocol):
         """Returns what `withdraw` takes, or None, with nothing queued, if there is no room."""
 
     def withdraw(self, ticket: Any) -> None:
-        """Takes a request back; its waiter hears nothing more."""
+        """Cancels a request; its waiter gets no answer."""

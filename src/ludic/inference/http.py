@@ -1,4 +1,4 @@
-"""HTTP as the clients of servers speak it: connections by event loop, and one JSON exchange."""
+"""HTTP for clients of servers: connections per event loop, and one JSON exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward that another model gives."""
+"""Rewards given by another model."""
 
 from __future__ import annotations
 

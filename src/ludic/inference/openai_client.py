@@ -1,10 +1,9 @@
 """A client of any OpenAI-compatible server: for evaluation, judges and opponents.
 
 `complete_tokens` sends the prompt's token ids to `/completions` (or their text, to servers that
-take only text); `complete_messages` sends messages to `/chat/completions`. What comes back can be
-trained on only where the server returns token ids and the log-probs of the distribution that was
-sampled from; otherwise the response's trace is None. The client to train with is
-`VLLMChatClient`.
+take only text); `complete_messages` sends messages to `/chat/completions`. A response can be
+trained on only if the server returns token ids and the log-probs of the sampled distribution;
+otherwise its trace is None. The client to train with is `VLLMChatClient`.
 """
 
 from __future__ import annotations

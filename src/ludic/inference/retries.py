@@ -1,4 +1,4 @@
-"""How long to wait: for an answer, and before asking a server again."""
+"""How long to wait for an answer, and before asking a server again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How to sample, what to return, and which of it may be trained on."""
+"""How to sample, what to return, and which samples may be trained on."""
 
 from __future__ import annotations
 

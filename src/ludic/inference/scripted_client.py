@@ -1,7 +1,7 @@
 """A policy that follows a script, for tests, benchmarks and play.
 
-It keeps the whole contract of a backend: token ids in, token ids and log-probs out, limits, stop
-strings, versions, deadlines. Only the choice of words is not a model's.
+It implements the whole contract of a backend: token ids in, token ids and log-probs out, limits,
+stop strings, versions, deadlines. Only the words come from a script instead of a model.
 """
 
 from __future__ import annotations

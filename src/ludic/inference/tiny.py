@@ -1,4 +1,4 @@
-"""A tokenizer and a model made in code: small enough for a laptop's tests, with no download."""
+"""A tokenizer and a model built in code, without a download: small enough for tests on a laptop."""
 
 from __future__ import annotations
 

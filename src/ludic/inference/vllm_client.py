@@ -1,3 +1,3 @@
-"""`VLLMChatClient` by its short path; it lives in `ludic.inference.vllm.client`."""
+"""A short import path for `VLLMChatClient`, which lives in `ludic.inference.vllm.client`."""
 
 from ludic.inference.vllm.client import VLLMChatClient as VLLMChatClient

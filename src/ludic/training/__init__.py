@@ -1,7 +1,7 @@
 """From rollouts to gradients: credit, losses, algorithms, batch sources, the trainer.
 
-Names are imported when they are first used, so that an actor, which needs only the credit
-assigners and the batch maths, gets by without torch.
+Names are imported on first use, so that an actor, which needs only credit assigners and the batch
+maths, does not import torch.
 """
 
 from ludic.plumbing.lazy import late_names

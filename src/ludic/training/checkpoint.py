@@ -1,5 +1,5 @@
-"""The checkpoints of a run, such that a half-written one is never taken for whole: each is written
-under a temporary name, renamed when complete, and `latest` is moved last."""
+"""The checkpoints of a run. A half-written one is never taken for complete: each is written under a
+temporary name and renamed when complete, and `latest` is moved last."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class Checkpointer:
         return None
 
     def _set_aside(self, path: Path, why: str) -> str:
-        """Renames a checkpoint, and says in words what became of it."""
+        """Renames a checkpoint, and returns a sentence that says so."""
         renamed = self._renamed(path, why)
         return f"it is kept as {renamed.name}" if renamed else "nothing is left of it"
 

@@ -1,4 +1,4 @@
-"""One checkpoint: what it holds, whether it is whole, and how to take it up.
+"""One checkpoint: its contents, whether it is complete, and how to load it.
 
 A checkpoint is a folder:
 

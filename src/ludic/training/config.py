@@ -1,5 +1,5 @@
 """The trainer's settings, and the learning rate that they give for each step. Combinations that
-cannot work are refused when they are written down.
+cannot work are refused on construction.
 
 A run file's `[training]` takes its defaults from here.
 """

@@ -1,4 +1,4 @@
-"""Sample filters; they live in `ludic.saw.filters`."""
+"""An import path for sample filters, which live in `ludic.saw.filters`."""
 
 from ludic.saw.filters import Sample as Sample
 from ludic.saw.filters import SampleFilter as SampleFilter

@@ -1,4 +1,4 @@
-"""All losses by name. Each lives in the file of the algorithm that brought it."""
+"""All losses by name. Each is defined in the file of the algorithm that introduced it."""
 
 from ludic.training.algorithms.cispo import CISPOLoss as CISPOLoss
 from ludic.training.algorithms.gmpo import GMPOLoss as GMPOLoss

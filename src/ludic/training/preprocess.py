@@ -1,8 +1,8 @@
 """Changes to a whole macro-batch before it is trained on. NumPy only.
 
-A preprocess takes a `SAWBatch` and returns another one. The trainer runs it once on every batch,
-after credit, filters and scorers and before the batch is split, so that it may use quantities of
-the whole batch.
+A preprocess takes a `SAWBatch` and returns another one. The trainer runs it once per batch, after
+credit, filters and scorers and before the batch is split, so that it may use quantities of the
+whole batch.
 """
 
 from __future__ import annotations

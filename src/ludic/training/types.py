@@ -1,8 +1,8 @@
-"""The contract of losses, and what an evaluation is to the trainer.
+"""The contract of losses, and of evaluations during training.
 
-The contract of credit is in `ludic.saw.building`, that of algorithms in `ludic.training.algorithm`,
-that of batch sources in `ludic.training.batching.source`, that of publishers in
-`ludic.distributed.interfaces`; those that a trainer takes have their names here, too.
+Other contracts: credit in `ludic.saw.building`, algorithms in `ludic.training.algorithm`, batch
+sources in `ludic.training.batching.source`, publishers in `ludic.distributed.interfaces`. Those
+that a trainer takes are re-exported here.
 """
 
 from __future__ import annotations

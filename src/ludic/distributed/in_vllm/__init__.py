@@ -1,1 +1,2 @@
-"""What runs inside vLLM's processes; it finds this by the names in `ludic.inference.vllm.flags`."""
+"""The code that runs inside vLLM's processes. vLLM finds it by the names in
+`ludic.inference.vllm.flags`."""

@@ -1,11 +1,10 @@
 """The receiving side of a publish, inside vLLM's workers. Imported by vLLM alone.
 
-An update is staged first, checked, and applied only by `finish_weight_update`: anything that goes
-wrong before that leaves the old weights as they were, and the server may sample all the while. The
-tensors come over one of four planes, named in the update: a safetensors file in shared memory, or
-one that this host fetches by HTTP, CUDA IPC handles, or a broadcast. Where the publisher sends
-differences, they go into a copy of the weights that this host keeps, and every worker loads its
-part from there.
+An update is staged, then checked, and applied only by `finish_weight_update`. If anything fails
+before that, the old weights are untouched, and the server may sample all the while. The tensors
+come over the plane that the update names: a safetensors file in shared memory, a file that this
+host fetches by HTTP, CUDA IPC handles, or a broadcast. Differences go into the host's copy of the
+weights, and every worker loads its part from there.
 """
 
 from __future__ import annotations

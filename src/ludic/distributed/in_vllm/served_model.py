@@ -1,9 +1,9 @@
-"""The model that a server has: the checkpoint it was started from, and whether its weights are used
-as they are stored. Imported by vLLM alone.
+"""The model of a server: which checkpoint it was started from, and whether it uses the weights as
+they are stored. Imported by vLLM alone.
 
-vLLM rebuilds every layer when weights are reloaded, because quantised, packed or merged weights are
-not those of the checkpoint. Where nothing of the kind is there, new values can be written straight
-into the parameters. Only what is known to be plain counts: all else is rebuilt.
+vLLM rebuilds every layer when weights are reloaded, because quantised, packed or merged weights
+differ from the checkpoint's. Without any of these, new values can be written straight into the
+parameters. Layers that are not known to be plain are rebuilt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What vLLM's workers say of themselves, and of the weights and adapters that they hold.
+"""What vLLM's workers report about themselves, and about the weights and adapters that they hold.
 
-vLLM's own routes answer "success": nothing in that says what arrived. This class is added to its
-workers by `--worker-extension-cls`.
+vLLM's own routes answer "success", which does not show what arrived. `--worker-extension-cls` adds
+this class to its workers.
 """
 
 from __future__ import annotations

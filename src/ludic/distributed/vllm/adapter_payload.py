@@ -1,4 +1,4 @@
-"""A LoRA adapter to live servers: each version under its own name, beside the ones before it."""
+"""Publishes a LoRA adapter to live servers: each version has its own name, beside earlier ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LoRA adapter of a PEFT model, as vLLM takes it, and what vLLM does not take."""
+"""The LoRA adapter of a PEFT model in the form that vLLM takes, and what vLLM does not support."""
 
 from __future__ import annotations
 

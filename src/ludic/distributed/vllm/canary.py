@@ -1,4 +1,4 @@
-"""One prompt that the trainer and a server both score, and how far apart they may be."""
+"""A prompt that trainer and server both score, and how far apart their scores may be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums of tensors that are the same number on every device, in any order of summation."""
+"""Checksums of tensors that are equal on every device and in any order of summation."""
 
 from __future__ import annotations
 

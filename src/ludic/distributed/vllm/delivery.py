@@ -1,6 +1,6 @@
-"""One publish on its way: its steps, each server during it, and how long its parts took.
+"""One publish in progress: its steps, the servers during it, and how long its parts took.
 
-Whole weights and adapters have this in common; `Delivery` and `Payload` say where they differ.
+This is common to whole weights and adapters; `Delivery` and `Payload` define where they differ.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class ServerUpdate(ABC):
         """Whether a failure is that of a server that does not answer, or is about to end.
 
         One that was killed may answer for a moment longer, with errors, and even call itself
-        healthy. So whoever answered with HTTP 5xx is alive only if it stays healthy."""
+        healthy. So a server that answered with HTTP 5xx is alive only if it stays healthy."""
         if isinstance(exc, DeadlineError):
             return True
         if not isinstance(exc, UnreachableError) or (exc.status or 500) < 500:

@@ -1,4 +1,4 @@
-"""Which plane the weights take: it follows from where the trainer and the servers' workers are."""
+"""Chooses the plane for the weights from where the trainer and the servers' workers are."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Place:
     gpu: str | None = None
     """The GPU's UUID; None: the CPU."""
     guessed: bool = field(default=False, compare=False)
-    """Whether nobody said so, and it was taken from an address."""
+    """Whether this was only inferred from an address."""
 
     @staticmethod
     def of(device: torch.device) -> Place:

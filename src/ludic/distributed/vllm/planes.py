@@ -1,7 +1,7 @@
 """How tensors travel from the trainer to the servers; control is always HTTP.
 
-A plane makes a `Shipment` of the weights before any server is told. `update` is what each server
-is told; `move`, where there is one, sends the tensors while the servers receive.
+A plane makes a `Shipment` of the weights before it contacts any server. The shipment's `update`
+goes to each server; `move`, if it has one, sends the tensors while the servers receive.
 """
 
 from __future__ import annotations

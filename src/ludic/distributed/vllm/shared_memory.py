@@ -1,4 +1,4 @@
-"""Files of weights in shared memory: those of this host, and those that it fetches."""
+"""Files of weights in shared memory: those written on this host, and those that it fetches."""
 
 from __future__ import annotations
 

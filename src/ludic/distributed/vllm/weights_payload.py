@@ -1,4 +1,4 @@
-"""Whole weights to live servers: staged while they sample, applied in a short pause."""
+"""Publishes whole weights to live servers: staged while they sample, applied in a short pause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One server during a publish of weights: what it is asked, step by step, and what it answers."""
+"""One server during a publish of weights: the requests to it, step by step, and its answers."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class WeightsServer(ServerUpdate):
             await self.step("pause", "pause", pause)
 
     async def finish(self, version: int, limit_s: float, canary: Sequence[int] | None) -> None:
-        """Has the server use the tensors, forget what it computed with the old, and go on. One that
-        switches by itself gives up after `limit_s`, and stays paused; it scores the canary first
-        of all when it goes on."""
+        """Makes the server use the tensors, drop what it computed before, and resume. One that
+        switches by itself gives up after `limit_s`, and stays paused; when it resumes, it scores
+        the canary first."""
         facts = self.replica.facts
         weight_name = {"weight_version": str(version)} if facts and facts.names_versions else None
         try:
@@ -129,8 +129,8 @@ class WeightsServer(ServerUpdate):
         return None if scores is None else [float(score) for score in scores]
 
     async def undo(self) -> None:
-        """Drops what was staged; the server goes on with the old weights, and is resumed even
-        where somebody else paused it. One that was out of rotation stays there."""
+        """Drops what was staged; the server keeps the old weights, and is resumed even if somebody
+        else paused it. One that was out of rotation stays out."""
         if self.lost:
             return
         try:
@@ -177,8 +177,8 @@ class WeightsServer(ServerUpdate):
         )
 
     async def send_away(self) -> None:
-        """Ends the server's requests, so that whoever waits for them asks elsewhere, and keeps it
-        from sampling."""
+        """Aborts the server's requests, so that their clients ask elsewhere, and keeps it from
+        sampling."""
         with suppress(InferenceError, DeadlineError):
             await self.ask("/pause?mode=abort", seconds=self.patience_s)
 

@@ -1,4 +1,4 @@
-"""The door of the engine: which requests cannot be served, and how many may wait inside."""
+"""Admission to the engine: which requests cannot be served, and how many may wait inside."""
 
 from __future__ import annotations
 

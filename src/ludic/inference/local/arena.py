@@ -1,10 +1,9 @@
-"""Key-value memory in fixed slots: no concatenation, ever.
+"""Key-value memory in fixed slots, without concatenation.
 
-An arena holds sequences of up to `length` tokens, one per slot. There is one arena for each power
-of two, and a sequence that outgrows its slot moves to the next arena, which copies each token
-O(log n) times in all. So a short sequence neither takes the memory nor pays for the attention of a
-long one. Occupied slots are kept dense (the last one moves into a hole), so that attention reads a
-plain slice.
+An arena holds sequences of up to `length` tokens, one per slot. There is one arena per power of
+two, and a sequence that outgrows its slot moves to the next arena, which copies each token O(log n)
+times in all. So a short sequence pays neither the memory nor the attention of a long one. Occupied
+slots are kept dense (the last one moves into a hole), so that attention reads a plain slice.
 """
 
 from __future__ import annotations

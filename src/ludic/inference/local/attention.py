@@ -1,13 +1,13 @@
 """Attention over slots, called by the Hugging Face layers in place of their own.
 
-A step is a flat row of tokens, [1, rows], from any number of sequences. The layers compute each
-row by itself; only attention knows which sequence a row belongs to. A `Layout` writes the rows'
-keys and values into their slots and lets every row read its own sequence; `SlotLayout` is that of a
-step with any mixture of work, decode rows and chunks of prompts.
+A step is a flat row of tokens, [1, rows], from any number of sequences. The layers compute each row
+independently; only attention knows which sequence a row belongs to. A `Layout` writes the rows'
+keys and values into their slots and lets every row read its own sequence. `SlotLayout` is the
+layout of a step with any mixture of work: decode rows and chunks of prompts.
 
-In its exact form each row is an attention problem of its own, one query token against the slot's
-first `length` tokens, with `length` set by the row's position alone. A key computed in a prompt is
-then the same bits as one computed while decoding, and neither depends on the other rows.
+In the exact form each row is an attention problem of its own: one query token against the slot's
+first `length` tokens, where `length` depends only on the row's position. So a key has the same bits
+whether computed in a prompt or while decoding, and neither depends on the other rows.
 """
 
 from __future__ import annotations

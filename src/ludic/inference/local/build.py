@@ -1,5 +1,5 @@
-"""Puts an engine together for a module: what a token keeps, the longest context, the prefix cache,
-the way it runs, and what all of it takes of a device's memory."""
+"""Puts an engine together for a module: the size of a token's keys and values, the longest context,
+the prefix cache, the mode, and how much device memory all of it takes."""
 
 from __future__ import annotations
 

@@ -55,12 +55,12 @@ class LocalChatClient:
             on this machine, tried when the client is made.
         prefix_cache_tokens: how many tokens of ended sequences are kept; None: 256 MB worth of
             them on the CPU, 4 GB on a GPU. 0 turns the cache off.
-        max_queue: how many requests wait inside; `on_full` says what the next one does.
-        on_update: what becomes of requests in flight when the weights change: "finish" under the
-            old ones first, or "continue" under the new ones, with a version span of their own.
-        request_timeout_s: the deadline of a request that names none.
-        version: the policy version of the weights as they are.
-        precision: in what the trainer computes, or None: the weights' type,
+        max_queue: how many requests wait inside; `on_full` decides what happens to the next one.
+        on_update: what happens to requests in flight when the weights change: they "finish" under
+            the old ones first, or "continue" under the new ones, with a version span of their own.
+        request_timeout_s: the deadline of a request without one.
+        version: the policy version of the current weights.
+        precision: the precision that the trainer computes in; None: the weights' type,
             with torch's switches as they are. With "mixed", requests are sampled from a bfloat16
             copy of the float32 weights, which is renewed at the end of each `updating()`.
         pipelined: whether the host stays steps behind the device, with CUDA graphs where there
@@ -182,7 +182,7 @@ class LocalChatClient:
         return None
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Takes a request back; its waiter hears nothing more."""
+        """Cancels a request; its waiter gets no answer."""
         self._thread.cancel(sequence)
 
     async def sync_weights(

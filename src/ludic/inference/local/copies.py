@@ -1,10 +1,10 @@
-"""New module objects around a module's own parameters: as they are, rounded, or widened.
+"""New module objects around a module's own parameters: unchanged, rounded, or widened.
 
-The rounded copy is sampled from while the module is trained in float32. The wide one shows what
+The rounded copy is sampled from while the module is trained in float32. The wide copy shows what
 rounding does to the module's logits, without a second copy of its weights: a decoder layer gets
-wider parameters when it is called and drops them when it is done, so there is never more than one
-layer of them. What is not in a list of layers (embeddings, the last norm, the head) is widened
-module by module.
+wider parameters when it is called and drops them afterwards, so there is never more than one wide
+layer. Modules outside a list of layers (embeddings, the last norm, the head) are widened one by
+one.
 """
 
 from __future__ import annotations

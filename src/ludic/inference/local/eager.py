@@ -1,8 +1,8 @@
 """Runs the model on a flat row of tokens, eagerly, on any device.
 
-Exact: a number of rows that is known to give the same bits as any other such number, so that what a
-row becomes depends on its own sequence only. Otherwise as many rows as there are tokens, and a
-prompt's chunk in one attention problem.
+In the exact mode a step has a number of rows known to give the same bits as the other allowed
+numbers, so a row's result depends only on its own sequence. Otherwise it has as many rows as there
+are tokens, and a prompt's chunk is one attention problem.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine's thread: takes requests in, computes steps, and stands still while weights change."""
+"""The engine's thread: takes requests in, computes steps, and pauses while weights change."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class EngineThread:
     the steps already in flight, in `settle`.)
 
     While a pause is ready the thread computes nothing: it waits for `_changed`, which frees the
-    lock. So whoever holds the pause may write the weights, and the others may still hand in
+    lock. So the holder of the pause may write the weights, and others may still hand in
     requests. Pauses are granted one after the other, in the order they were asked for. Only this
     thread ever waits for `_changed`, hence `notify` and not `notify_all`.
     """
@@ -157,7 +157,7 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def closed_error(self) -> EngineClosedError:
-        """What a request hears of an engine that ended, with the fault that ended it."""
+        """The error of a request to an engine that ended, with what ended it as the cause."""
         if self._crash is None:
             return EngineClosedError("the in-process engine is closed: make a new LocalChatClient")
         error = EngineClosedError(

@@ -1,12 +1,12 @@
-"""Whether the engine computes what a module computes: tried when an engine is made.
+"""Checks that the engine computes what the module computes; runs whenever an engine is made.
 
 A few tokens of ordinary text go through the engine's slots, and through the module in its own type
 and in a wider one. The last two differ by rounding alone, so their distance says what rounding does
 to this model and this text. The engine's distance from the wide one must not be much larger.
 
-A window longer than a short text shows in no logit. The engine goes by the window that a layer has
-when it attends, and the module's own forward pass by its mask, so the masks' rule is asked about
-tokens as far apart as the context allows, without a mask of that size ever being made.
+A short text cannot show a window longer than itself. There the check compares rules: the window
+that the engine uses in a layer, and the mask of the module's own forward pass, are asked about
+tokens as far apart as the context allows, without building a mask of that size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who begins the same way: sequences that run, and what was computed for those that ended."""
+"""Finds shared prefixes: among running sequences, and in the cache of finished ones."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Which numbers of rows give the same bits on this machine.
+"""Finds the numbers of rows that give the same bits on this machine.
 
-A linear layer's result for a row may depend on how many rows are computed with it, since the
-library picks its kernel by the shape. So a few sizes are tried when an engine is made, and those
-that agree to the last bit may be mixed. What the other rows hold must not matter: it does in a
-mixture of experts, where an expert computes as many rows as chose it, and that is looked for too.
+A linear layer's result for a row may depend on how many rows are computed with it, because the
+library picks its kernel by shape. So a few sizes are tested when an engine is made, and those that
+agree to the last bit may be mixed. The contents of the other rows must not matter either; they do
+in a mixture of experts, where the number of rows per expert varies, and the test looks for that
+too.
 
-The trial must see a difference that the model's own values still hide: a kernel that rounds the
-bias in another place looks like any other until training has moved the bias away from zero. So
-small and constant parameters are tried with random values in their stead.
+The model's own values may hide a difference: a kernel that rounds the bias elsewhere looks like any
+other until training has moved the bias away from zero. So small and constant parameters are
+replaced by random values for the test.
 """
 
 from __future__ import annotations

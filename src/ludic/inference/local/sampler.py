@@ -1,4 +1,4 @@
-"""From a step's logits to a token and its log-prob for each piece of work, in float32."""
+"""From a step's logits to one token and its log-prob per row, in float32."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Who is computed, and what became of each step: admission, prefix sharing, ending.
+"""Which sequences are computed, and what happens after each step: admission, prefix sharing,
+ending.
 
-No threads here: the engine's thread owns a scheduler and calls `advance` until there is no work.
-How a step is computed is in `eager` and in `gpu/`.
+There are no threads here: the engine's thread owns a scheduler and calls `advance` until there is
+no work. Steps are computed in `eager` and in `gpu/`.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class Scheduler:
         put_off: list[Sequence] = []
         try:
             while self.waiting and len(self.running) < self.memory.max_slots:
-                # It stays in the queue until it is known what becomes of it: none is lost.
+                # It stays in the queue until it is admitted or refused, so none is lost.
                 sequence = self.waiting[0]
                 try:
                     joined = self._join(sequence)
@@ -300,7 +301,7 @@ class Scheduler:
         self.counters.finished += len(answers)
         try:
             self._retire([s for s, _ in answers])
-        finally:  # whatever becomes of the engine, these are answered
+        finally:  # even if the engine fails now, these are answered
             for s, answer in answers:
                 s.deliver(answer)
 
@@ -381,7 +382,7 @@ def not_finite(what: str) -> InferenceError:
 def step_error(
     exc: Exception, sequence: Sequence, *, by: str = "the model"
 ) -> InferenceError | OutOfMemoryError:
-    """What a request hears when the step that it was in raised, or its own part after the step."""
+    """The error of a request whose step raised, or its own part after the step."""
     error: InferenceError | OutOfMemoryError
     what = sequence.description
     if isinstance(exc, torch.OutOfMemoryError | MemoryError):

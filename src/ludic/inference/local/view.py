@@ -1,8 +1,8 @@
-"""A second face of the trainer's module: the same parameters, its own mode and attention.
+"""A second module around the trainer's parameters, with its own mode and attention.
 
 The trainer may run its module in training mode in another thread while the engine samples. So the
-engine never calls `eval()` on it nor touches its configuration: it builds new module objects around
-the very same parameter dictionaries.
+engine never calls `eval()` on it or touches its configuration: it builds new module objects around
+the same parameter dictionaries.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Chat templates: messages to token ids, extended without tokenising again what was sampled."""
+"""Chat templates: messages to token ids, extended without re-tokenising sampled text."""

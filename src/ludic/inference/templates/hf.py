@@ -1,11 +1,10 @@
 """Chat templates of Hugging Face tokenizers, extended token by token.
 
-How `extend` works. The conversation is rendered to text (only what is new, where the template lets
-contents alone), and compared with the text of the previous prompt and of what was sampled; only
-what is new is tokenised. Where the template closes an assistant message is established once per
-role that follows it. White space where
-a template may trim or set its own (the ends of a message, and next to the tags of thinking and of
-tool calls) makes no difference. Any other does.
+How `extend` works: the conversation is rendered to text (only its new part, if the template leaves
+contents alone) and compared with the text of the previous prompt and of the sampled tokens. Only
+the new part is tokenised. Where the template closes an assistant message is determined once per
+role that follows it. White space makes no difference where a template may trim it or add its own:
+at the ends of a message, and next to the tags of thinking and tool calls. Elsewhere it does.
 """
 
 from __future__ import annotations
@@ -282,7 +281,7 @@ class HFChatTemplate:
     def _recall(
         self, messages: Sequence[Message], previous: TokenTrace, tools: Tools
     ) -> _Rendered | Fork:
-        """The previous prompt's text: remembered, or rendered again and held against its ids."""
+        """The previous prompt's text: cached, or rendered again and checked against its ids."""
         with self._lock:
             remembered = self._remembered.get(hash(previous.prompt_token_ids))
         if remembered is not None:

@@ -1,14 +1,14 @@
 """A model's chat template as text: compiled once, with what Hugging Face templates may use.
 
-Most chat templates look at a message's role and at its place, and add its content to the text as it
-is. For such a template the text of two conversations with the same roles differs in the contents
-alone. So it is rendered once for each series of roles, with holes for contents: what it put
-around them, the skeleton, then spells every conversation of these roles. Rendering takes
-microseconds for each message, and every turn of every episode renders its whole conversation.
+Most chat templates look at a message's role and place, and add its content unchanged. With such a
+template, two conversations with the same roles differ only in their contents. So each series of
+roles is rendered once, with holes for the contents; the text around the holes, the skeleton, then
+renders every conversation with these roles. This takes microseconds per message, which matters
+because every turn of every episode renders its whole conversation.
 
-A hole can be added to text and written out. Anything else that a template does with a content
-(trims it, searches it, asks whether it is empty) would depend on it: a hole then raises, and
-conversations of these roles are rendered one by one.
+A hole can be concatenated and written out. Anything else that a template does with a content (trim
+it, search it, ask whether it is empty) would depend on it: a hole then raises, and conversations of
+these roles are rendered one by one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A tokenizer from its files alone, without transformers, which imports torch.
 
-It has what `HFChatTemplate` asks of a tokenizer. An actor that samples from a server needs no more.
+It has what `HFChatTemplate` needs; an actor that samples from a server needs no more.
 """
 
 from __future__ import annotations

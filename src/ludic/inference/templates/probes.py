@@ -1,8 +1,7 @@
-"""What a chat template can do, found out by rendering small conversations with it.
+"""Finds out what a chat template can do by rendering small conversations with it.
 
-Content that cannot be mistaken for anything else stands in for the messages, so that what the
-template itself writes shows around it. `MessageGuard` checks messages by what was found, and keeps
-them from spelling control tokens.
+Unmistakable content stands in for the messages, so that the template's own text shows around it.
+`MessageGuard` uses the results to check messages, and to keep them from spelling control tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Text to token ids and back, over a Hugging Face fast tokenizer.
+"""Text to token ids and back, with a Hugging Face fast tokenizer.
 
-Text is cut at the special tokens, and the pieces between them are encoded one by one and
-remembered: system prompts and observations recur, and tokenising is what costs. The ids are those
-of encoding the whole text; a tokenizer for which that does not hold is found out when the codec
-is made, and its texts are then encoded whole.
+Text is cut at the special tokens, and the pieces between them are encoded one by one and cached:
+system prompts and observations recur, and tokenising is expensive. The ids are those of encoding
+the whole text. Tokenizers for which this does not hold are detected when the codec is made, and
+their texts are encoded whole.
 """
 
 from __future__ import annotations

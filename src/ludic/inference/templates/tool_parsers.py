@@ -1,8 +1,8 @@
-"""Tool calls, read from the text that a model wrote.
+"""Reads tool calls from the text that a model wrote.
 
-A parser reports what it cannot read and never guesses: broken JSON is not repaired, a list is
-not taken for an object, and a name is not inferred. All of them run in linear time, whatever the
-text, since the text is the model's.
+A parser reports what it cannot read and never guesses: broken JSON is not repaired, a list is not
+taken for an object, and a name is not inferred. All parsers run in linear time, whatever the text,
+since the text is the model's.
 """
 
 from __future__ import annotations

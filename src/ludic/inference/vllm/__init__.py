@@ -1,1 +1,1 @@
-"""vLLM servers: starting them, asking them, choosing among them."""
+"""vLLM servers: starting them, talking to them, choosing among them."""

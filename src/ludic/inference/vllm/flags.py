@@ -1,8 +1,8 @@
-"""Which vLLM there is, and the flags, the environment and the names that its server needs.
+"""Which vLLM is installed, and the flags, environment and names that its server needs.
 
 vLLM takes no objects, so it finds Ludic's code inside its processes by name. That code needs torch
-and vLLM and lives in a higher layer (`ludic.distributed.in_vllm`); this file is the only place that
-names it. A test holds that every name leads somewhere.
+and vLLM and lives in a higher layer (`ludic.distributed.in_vllm`); only this file names it. A test
+checks that every name exists.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def environment(settings: ServerSettings, build: VLLMBuild, folder: Path) -> dic
     env = dict(os.environ)
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     env["VLLM_SERVER_DEV_MODE"] = "1"
-    # Between two chunks of a step's answers the server hears others. With 128 to a chunk it hears
-    # nobody while as many requests run and it is behind: a publish waited for seconds.
+    # The server handles other calls only between two chunks of a step's answers. With chunks of
+    # 128 and as many running requests, a publish waited for seconds while the server was behind.
     env.setdefault("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "16")
     if settings.max_lora_rank is not None:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -1,7 +1,7 @@
 """A key for all of a server's routes.
 
-vLLM's own `--api-key` guards `/v1` and `/inference`, and leaves those open that pause a server,
-call methods of its workers and change its weights. This middleware stands before them all.
+vLLM's own `--api-key` guards `/v1` and `/inference`, but leaves the routes open that pause a
+server, call methods of its workers and change its weights. This middleware guards all of them.
 """
 
 from __future__ import annotations

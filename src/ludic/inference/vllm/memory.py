@@ -1,4 +1,5 @@
-"""How much of a GPU a vLLM server takes that shares it with a trainer. Numbers alone: no torch."""
+"""How much of a GPU a vLLM server takes when it shares it with a trainer. Only arithmetic, no
+torch."""
 
 from __future__ import annotations
 

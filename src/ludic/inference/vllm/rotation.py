@@ -1,4 +1,4 @@
-"""The servers of a client: what each of them is, which weights it has, and which may serve."""
+"""A client's servers: what each one is, which weights it has, and which may serve."""
 
 from __future__ import annotations
 
@@ -370,8 +370,8 @@ class Rotation:
                     reported = await self.replica_version(replica)
                 expected = max(self.version, replica.version)
                 if self.keeper is None:
-                    # Versions go on without us, and back with a trainer that resumes: all that is
-                    # sure is that weights which a server was started with are no trainer's.
+                    # Versions advance without this client, and go back when a trainer resumes. All
+                    # that is certain: weights that a server was started with are no trainer's.
                     published = self.registered or expected != self.first_version
                     if published and reported == self.first_version:
                         cause = "it still has the weights that it was started with"

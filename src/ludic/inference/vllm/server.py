@@ -1,10 +1,10 @@
 """`python -m ludic.inference.vllm_server`: vLLM's own server, with the flags that training needs.
 
-Nothing of vLLM is changed. The server gets its RL routes (development mode), token-in-token-out
-where the version has it, processed log-probs, and Ludic's weight transfer through vLLM's plugin
-entry point. Without `--key-file` the update routes have no lock, so it listens on loopback unless
-told otherwise. vLLM may live in an environment apart: `--python`, or `LUDIC_VLLM_PYTHON`.
-`find_server` finds one that is already running.
+vLLM itself is not changed. The server gets its RL routes (development mode), token-in-token-out if
+the version has it, processed log-probs, and Ludic's weight transfer through vLLM's plugin entry
+point. Without `--key-file` the update routes are open, so it listens on loopback unless told
+otherwise. vLLM may have its own environment: `--python`, or `LUDIC_VLLM_PYTHON`. `find_server`
+finds a server that is already running.
 """
 
 from __future__ import annotations

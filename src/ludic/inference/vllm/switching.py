@@ -1,10 +1,10 @@
-"""A route with which a vLLM server goes over to the weights that it has staged, by itself.
+"""A route that makes a vLLM server switch to its staged weights by itself.
 
-vLLM has a route for each step: pause, apply, forget what was computed with the old weights, resume.
-Between them sampling waits for whoever asks, and for 20 ms that vLLM sleeps after a pause. Here the
-server takes all steps in one exchange, and a trainer that is killed half-way leaves no server
-paused. A canary comes with it and waits in the engine when sampling goes on: so it is scored before
-the requests that were held up, which are computed anew from their first token.
+vLLM has a route for each step: pause, apply, drop what was computed with the old weights, resume.
+Between them sampling waits for the caller, and for 20 ms that vLLM sleeps after a pause. Here the
+server takes all steps in one request, and a trainer that is killed half-way leaves no server
+paused. The request brings a canary, which waits in the engine when sampling resumes. So it is
+scored before the requests that were held up, which are recomputed from their first token.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class SwitchRoute:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        # The answers of many requests are hundreds of thousands of objects, and while a collection
-        # looks through them, the server hears nobody.
+        # The answers of many requests are hundreds of thousands of objects, and while the garbage
+        # collector looks through them, the server handles no call.
         gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
         self._scoring: asyncio.Future[list[float] | None] | None = None
 
@@ -83,7 +83,7 @@ async def _begin_scoring(
     engine: Any, tokens: list[int], limit_s: float
 ) -> asyncio.Future[list[float] | None]:
     """The engine has the canary when this returns, and computes it first when it samples again.
-    Where it does not, or not in time, the trainer asks in another way, and hears why."""
+    If it is not, or not in time, the trainer asks in another way, and is told why."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)

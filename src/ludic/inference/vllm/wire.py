@@ -1,6 +1,6 @@
 """The bodies of vLLM's requests and answers, and what they mean here.
 
-Two routes are spoken: `/inference/v1/generate`, which takes and returns ids and says which weights
+Two routes are used: `/inference/v1/generate`, which takes and returns ids and reports which weights
 sampled each token, and `/v1/completions` for servers that lack it.
 """
 

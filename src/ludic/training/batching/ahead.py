@@ -1,4 +1,4 @@
-"""Batch sources around others, and the one that works a batch ahead. Imports no torch."""
+"""Batch sources that wrap others, such as the one that works a batch ahead. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Written dialogues as rollouts: the tokens that an assistant would have had to sample.
 
-The prompt of an assistant message is what the template renders for the messages before it. Its
-actions are the tokens that follow when the message is rendered too, up to the token that closes it.
-So the template itself determines the masks, message by message, and everything after that (merging,
-credit, filters) is the same as for sampled rollouts.
+The prompt of an assistant message is the template's rendering of the messages before it. Its
+actions are the tokens that are added when the message is rendered too, up to the token that closes
+it. So the template itself determines the masks, message by message, and everything after that
+(merging, credit, filters) is the same as for sampled rollouts.
 """
 
 from __future__ import annotations

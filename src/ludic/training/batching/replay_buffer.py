@@ -1,4 +1,4 @@
-"""A replay buffer: groups of earlier batches are trained on again, beside those of the newest."""
+"""A replay buffer: trains on groups of earlier batches again, together with the newest."""
 
 from __future__ import annotations
 

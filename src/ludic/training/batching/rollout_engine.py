@@ -1,3 +1,3 @@
-"""The rollout engine; it lives in `ludic.rollouts.engine`."""
+"""An import path for the rollout engine, which lives in `ludic.rollouts.engine`."""
 
 from ludic.rollouts.engine import RolloutEngine as RolloutEngine

@@ -1,6 +1,6 @@
 """Log-probs of a second model, attached to a batch: a reference to stay near, or a teacher.
 
-A `TokenScores` computes a model's log-probs of the action tokens of items, with the temperature and
+A `TokenScores` computes a model's log-probs of the items' action tokens, with the temperature and
 kept ids of the sampling, as the trainer does. The model is local, behind a client, or one of
 several by name. `ReferenceScorer` and `TeacherScorer` attach the scores to a batch;
 `ScoredBatchSource(source, scorers)` does so for every batch of a source.

@@ -1,8 +1,8 @@
 """Self-play: a policy that plays against itself and a pool of its past versions.
 
-`SelfPlay` decides who sits where; `PastPolicies` holds the earlier weights and samples from them. A
-name connects the two: a seat with the client "past-0" is played by the policy in slot 0 of the
-pool.
+`SelfPlay` decides which policy takes which seat; `PastPolicies` holds the earlier weights and
+samples from them. A name connects the two: the policy in slot 0 of the pool plays a seat with the
+client "past-0".
 """
 
 from __future__ import annotations

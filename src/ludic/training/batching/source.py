@@ -1,4 +1,4 @@
-"""The contract of batch sources, and the way of a batch into the trainer. Imports no torch."""
+"""The contract of batch sources, and how a batch gets into the trainer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ class Intake:
 
     def _without_overlong(self, batch: SAWBatch) -> SAWBatch:
         """The batch without episodes that are too long to train on, before they count anywhere.
-        The first time it is said; after that the log's `train/overlong_episodes` says it."""
+        The first time warns; after that only the metric `train/overlong_episodes` shows it."""
         trainable = drop_overlong_episodes(batch, self.cfg.max_seq_len)
         episodes = trainable.meta.get("overlong_episodes", 0)
         if episodes and not self._warned:

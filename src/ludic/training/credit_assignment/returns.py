@@ -1,8 +1,8 @@
 """Credit: how much each turn of each rollout is worth. NumPy only, so an actor can run it.
 
-A turn's own reward is that of its environment step and of the outcomes heard before the next
-turn; a rollout's return R is the undiscounted sum of everything that the agent heard. A rollout
-without a single turn has nothing to be trained on, but its return still counts in its group.
+A turn's own reward is that of its environment step plus those of the outcomes heard before the next
+turn. A rollout's return R is the undiscounted sum of all its rewards. A rollout without a turn has
+nothing to train on, but its return still counts in its group.
 """
 
 from __future__ import annotations

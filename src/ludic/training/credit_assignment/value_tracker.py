@@ -1,7 +1,7 @@
-"""SPO's value tracker: what return to expect of each task, from all that was seen of it.
+"""SPO's value tracker: the expected return of each task, from all of its outcomes so far.
 
-Each task has a Beta distribution over its reward in [0, 1], which forgets old outcomes at a rate
-λ, since the policy that produced them is gone. NumPy only; the state is JSON.
+Each task has a Beta distribution over its reward in [0, 1], which forgets old outcomes at a rate λ,
+because the policy that produced them has changed. NumPy only; the state is JSON.
 """
 
 from __future__ import annotations

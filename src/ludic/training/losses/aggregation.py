@@ -1,9 +1,8 @@
-"""From one number per token to one number: the choice that decides what a long answer weighs.
+"""How token terms become one number, which decides how much a long answer weighs.
 
-An aggregation gives every action token a coefficient, made of the macro-batch's counts, so that
-the loss is a plain sum over tokens and the shares of micro-batches and ranks add up. Only
-`Constant` leaves the policy gradient unbiased; the others divide by lengths that the policy
-itself chooses.
+An aggregation gives every action token a coefficient from the macro-batch's counts, so that the
+loss is a plain sum over tokens, and the shares of micro-batches and ranks add up. Only `Constant`
+leaves the policy gradient unbiased; the others divide by lengths that the policy itself chooses.
 """
 
 from __future__ import annotations

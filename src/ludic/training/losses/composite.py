@@ -1,4 +1,4 @@
-"""Losses added up, and the terms that usually are: the entropy, and the KL to a reference.
+"""Sums of losses, and the usual extra terms: entropy, and the KL to a reference.
 
 With k1 = logp − logp_ref for a sampled token:
 - k1 is an unbiased estimate of KL(π‖ref), but as a loss its expected gradient is zero, so here it

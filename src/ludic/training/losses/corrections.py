@@ -1,14 +1,14 @@
 """Corrections for the mismatch of sampler and trainer, which compose with any loss.
 
-Three policies take part: behaviour (what sampled), proximal (the trainer's weights at the start
-of this update) and current. A plain loss takes its ratio against behaviour. A `CorrectedLoss`
-takes it against proximal, and multiplies every token's term by a factor made of
+There are three policies: behaviour (the sampler's), proximal (the trainer's weights at the start of
+this update) and current. A plain loss takes its ratio against behaviour. A `CorrectedLoss` takes it
+against proximal, and multiplies every token's term by a factor made of
 
     r = exp(logp_proximal − logp_behaviour)
 
-per token, or per turn or rollout as a product or a geometric mean. What is masked still counts
-in the normalisers. Where no proximal log-probs were recorded the current ones stand for
-them, which is exact for the first step on a batch.
+per token, or per turn or rollout as a product or a geometric mean. Masked tokens still count in the
+normalisers. Without recorded proximal log-probs the current ones are used, which is exact for the
+first step on a batch.
 """
 
 from __future__ import annotations

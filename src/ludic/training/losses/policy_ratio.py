@@ -1,7 +1,7 @@
-"""The ratio of the current policy to the one that sampled, and what every loss does with it.
+"""The ratio of the current policy to the one that sampled, and how losses use it.
 
-This block is written once. A loss of the ratio kind is a `PolicyLoss` with one method, its
-objective per token; this file checks the inputs, aggregates, and gathers the statistics.
+A loss of this kind is a `PolicyLoss` with one method, its objective per token; this file checks the
+inputs, aggregates, and gathers the statistics.
 """
 
 from __future__ import annotations

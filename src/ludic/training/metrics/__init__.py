@@ -1,1 +1,1 @@
-"""What a run measures of itself, and the loggers that write it down."""
+"""What a run measures about itself, and the loggers that record it."""

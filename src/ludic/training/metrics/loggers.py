@@ -1,5 +1,5 @@
-"""Where metrics go: what a logger is, those that are built in, and the log that a trainer writes
-to, which no logger can stop."""
+"""Where metrics go: the contract of a logger, the built-in ones, and the trainer's log, which
+keeps a failing logger from stopping the run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Statistics of a step: gathered on the device, reduced over ranks, read back once; where its time
-goes, and how much of the device's arithmetic it used.
-"""
+"""Statistics of a step: gathered on the device, reduced over ranks, read back once. Also where the
+time went, and MFU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Attention within packed sequences, for every transformers model that lets it be chosen.
+"""Attention within packed sequences, for every transformers model whose attention can be chosen.
 
-`PackedAttention` puts a function in front of the model's own attention: calls that carry
-sequence boundaries go to a packed kernel, all others (a sampler's) to what was there before.
+`PackedAttention` puts a function in front of the model's own attention: calls with sequence
+boundaries go to a packed kernel, all others (a sampler's) to the original.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def packed_arguments(
     kind: AttentionKind = "auto",
 ) -> dict[str, Any]:
     """What a model's forward pass must be given for its sequences to stay apart: their boundaries,
-    and their lengths as the host knows them, so that no layer has to ask the device. And what they
-    attend to, where that is more than themselves. The kernel is said here, since others who pack
-    the same model may want another.
+    and their lengths on the host, so that no layer has to ask the device; and what they attend to,
+    if that is more than themselves. The kernel is chosen per call, because another caller that
+    packs the same model may want a different one.
 
     The mask is of a shape that fits nothing: only the packed attention, which ignores it, can
     run, so a model that lost it fails instead of attending across sequences.

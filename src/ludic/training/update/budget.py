@@ -1,7 +1,7 @@
-"""How many tokens a forward pass takes, and whether layers are recomputed, where nobody says.
+"""Defaults for the tokens of a forward pass and for recomputation, from the memory plan.
 
-`ludic.memory` has the sums; here is what they are given: the module that is trained, and what its
-device has free.
+`ludic.memory` does the arithmetic; this file supplies the module that is trained and the free
+memory of its device.
 """
 
 from __future__ import annotations

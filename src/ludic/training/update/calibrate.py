@@ -1,5 +1,5 @@
-"""Finds the largest `micro_token_budget` that a device holds, by trying real updates; and tries
-the largest micro-batch once before anything depends on it."""
+"""Finds the largest `micro_token_budget` that fits a device by trying real updates, and tries the
+largest micro-batch once before a run depends on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a new trainer or scorer finds out about its model, on a few random tokens."""
+"""Tests of a new trainer's or scorer's model, on a few random tokens."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Attention within packed sequences by torch's ordinary attention, in every type and on every
-device: one sequence after another, or those of like length together.
+device: one sequence after another, or sequences of similar length together.
 
-A sequence may have more keys than queries: then its queries are the last of its tokens. Padding
-stands behind a sequence, where no token of it looks: attention is causal. So the padded result is
-exact, and padding gets and gives no gradient.
+A sequence may have more keys than queries; its queries are then its last tokens. Padding follows a
+sequence, where causal attention never looks. So the padded result is exact, and padding gets and
+gives no gradient.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A decoder layer's training pass, for families that are built alike: the same numbers with fewer
-passes over memory, and fewer tensors kept for the backward pass.
+"""A decoder layer's training pass for families with the same architecture: the same numbers with
+fewer passes over memory, and fewer tensors kept for the backward pass.
 
-Products go through `_Products` and `_GatedMLP`, which add what several of them give to one gradient
-inside the products themselves, compute a LoRA layer's low-rank products with those of the layer
-that they belong to, and keep nothing for weights that are frozen. In `adding_to` they also add
-weights' gradients to the optimizer's, in float32. What lies between is Triton's (`kernels`).
+Matrix products go through `_Products` and `_GatedMLP`. These sum several products' gradients inside
+the products themselves, compute a LoRA layer's low-rank products together with those of its layer,
+and keep nothing for frozen weights. In `adding_to` they also add weights' gradients to the
+optimizer's, in float32. Everything between products is done by Triton kernels (`kernels`).
 """
 
 from __future__ import annotations

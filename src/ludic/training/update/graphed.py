@@ -1,18 +1,19 @@
-"""Forward and backward passes as CUDA graphs, for models so small that launching is what they cost.
+"""Forward and backward passes as CUDA graphs, for models so small that launching kernels is the
+cost.
 
 A graph works on buffers of fixed sizes. So a micro-batch is padded to a graph's sizes: with whole
 sequences of padding that no other sequence sees, and with action tokens whose gradient is zero.
 Values and gradients are those of the micro-batch alone.
 
-Where it stops: a pass of over `_PER_LAYER` x layers / parameters tokens takes longer to compute
-than to launch, and is launched. That is 22,000 tokens for SmolLM2-135M, whose forward and backward
-passes took 0.07 s an update instead of 0.16 to 0.20 on an H200 (benchmarks/README.md); 4,900 for
-Qwen2.5-0.5B, 1,800 for 1.5B and 370 for 7B. Micro-batches are larger than that unless the batch is
-small, so models from half a billion parameters on rarely come here, and nothing is lost there.
+A pass of over `_PER_LAYER` x layers / parameters tokens takes longer to compute than to launch, and
+is launched. That is 22,000 tokens for SmolLM2-135M, whose forward and backward passes took 0.07 s
+an update instead of 0.16 to 0.20 on an H200 (benchmarks/README.md); 4,900 for Qwen2.5-0.5B, 1,800
+for 1.5B and 370 for 7B. Micro-batches are larger than that unless the batch is small, so models of
+half a billion parameters and more rarely use graphs, and lose nothing.
 
-All graphs share one memory pool and one set of gradients, so between a forward pass and its
-backward pass no other may run; one that does is noticed (`_Replay`). A graph reads the weights
-where they lay when it was captured: weights that moved make every graph stale.
+All graphs share one memory pool and one set of gradients, so no other pass may run between a
+forward pass and its backward pass; `_Replay` detects one that does. A graph reads the weights at
+their addresses at capture: weights that moved make every graph stale.
 """
 
 from __future__ import annotations

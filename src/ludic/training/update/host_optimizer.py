@@ -1,5 +1,5 @@
-"""AdamW whose masters and moments are in the host's memory: 12 bytes for each trained parameter
-that the device does not have to hold."""
+"""AdamW with masters and moments in the host's memory, which saves the device 12 bytes per trained
+parameter."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ class HostAdamW(MasterAdamW):
     All masters are one array in pinned memory, and so are the first and the second moments. A step
     goes through the three in pieces. A piece is copied to a slot of a ring on the device, stepped
     there, and copied back; its weights go to the module at once. The two ways have streams of their
-    own, so both directions of the bus are busy. A slot is filled again when what it held is back on
-    the host, and no step begins before the last one's pieces are. The way back of the last pieces
-    goes on after `step` returns: whoever reads `masters` or the state waits for it.
+    own, so both directions of the bus are busy. A slot is filled again when its last piece is back
+    on the host, and no step begins before all pieces of the last one are. The last pieces are still
+    being copied back after `step` returns; reading `masters` or the state waits for them.
 
     Gradients are added up on the device in float32, as those of `MasterAdamW` are. On a CPU pieces
     are stepped where they are.
@@ -284,8 +284,8 @@ def _pieces(places: Mapping[str, slice], end: int) -> Iterable[tuple[slice, list
 
 def _host_array(count: int, dtype: torch.dtype, whole_pages: bool) -> Tensor:
     """Zeros. On whole pages they can be pinned, and are no larger than asked for: torch's own
-    pinned memory is rounded up to a power of two. Other processes do not inherit them, since a page
-    that two had would be copied for one, and a GPU would go on with the other."""
+    pinned memory is rounded up to a power of two. Forked processes do not inherit them: a shared
+    page would be copied on write for one of them, and the GPU would keep using the other."""
     if not whole_pages:
         return torch.zeros(count, dtype=dtype)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,10 +1,10 @@
-"""Triton kernels of the trainer: over a chunk of logits, and for what lies between a layer's
-products (norms, rotations, the gate).
+"""Triton kernels of the trainer: over a chunk of logits, and between a layer's products (norms,
+rotations, the gate).
 
 Each reads its tensors once, where torch and the families' own code make up to ten passes; those of
-a layer round once, as the engine's do. They compile in about a second and Triton keeps them on
-disk; what torch.compile makes of the same formulas is as fast, but costs a short run more time than
-it spares.
+a layer round once, as the engine's do. They compile in about a second and Triton caches them on
+disk. torch.compile's version of the same formulas is as fast, but costs a short run more time than
+it saves.
 """
 
 from __future__ import annotations

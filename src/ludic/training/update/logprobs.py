@@ -1,8 +1,8 @@
 """Log-probs of action tokens without whole logits.
 
-Only the hidden states that predict an action go through the head, a chunk at a time. The
-backward pass recomputes each chunk's logits, so that never more than one chunk of them is held,
-but for those that there is room to keep.
+Only the hidden states that predict an action go through the head, a chunk at a time. The backward
+pass recomputes each chunk's logits, except for those that there is room to keep, so that no more
+than one recomputed chunk is held at a time.
 """
 
 from __future__ import annotations

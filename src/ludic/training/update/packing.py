@@ -1,13 +1,12 @@
-"""A macro-batch made ready, and its micro-batches: sequences laid end to end, without padding.
+"""Prepares a macro-batch, and packs its micro-batches: sequences end to end, without padding.
 
-`lay_out` checks every item, and numbers and measures what the losses count; `pack` makes a
+`lay_out` checks every item, numbers it, and measures what the losses count; `pack` makes a
 micro-batch of some of the items.
 
-Rows may begin with the same tokens. What they have in common is computed once: in the order of
-their tokens, rows that begin alike are neighbours, so a row shares what it has in common with the
-row before it, and only the rest of it is computed: queries that see the keys of the shared tokens
-and their own. A hidden state depends on the tokens up to it and on nothing else, so values and
-gradients are those of rows that are computed whole.
+Rows may begin with the same tokens, which are then computed once. Rows are sorted by their tokens,
+so rows that begin alike are neighbours: a row shares its beginning with the row before it, and only
+the rest is computed, as queries that see the keys of the shared tokens and their own. A hidden
+state depends only on the tokens up to it, so values and gradients are those of rows computed whole.
 """
 
 from __future__ import annotations

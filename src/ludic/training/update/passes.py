@@ -1,4 +1,5 @@
-"""One optimizer step's arithmetic: micro-batches forward and backward, and log-prob scoring."""
+"""The arithmetic of one optimizer step: micro-batches forward and backward, and log-prob
+scoring."""
 
 from __future__ import annotations
 

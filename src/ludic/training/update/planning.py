@@ -1,7 +1,7 @@
 """Which rows share a micro-batch, and which rank computes it.
 
-Every rank holds the whole macro-batch and takes its share of one plan that all of them compute,
-so the losses' normalisers are those of the macro-batch on any number of ranks.
+Every rank holds the whole macro-batch, computes the same plan, and takes its share of it. So the
+losses' normalisers are those of the macro-batch on any number of ranks.
 """
 
 from __future__ import annotations

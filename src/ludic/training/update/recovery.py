@@ -1,4 +1,4 @@
-"""What becomes of a micro-batch that the device has no memory for: it is computed in parts."""
+"""Recovers when a micro-batch does not fit in device memory, by computing it in parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scores of a batch: log-probs under the present policy, and what a token log gets of them."""
+"""The scores of a batch: log-probs under the current policy, and those that go to a token log."""
 
 from __future__ import annotations
 

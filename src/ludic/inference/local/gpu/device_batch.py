@@ -1,11 +1,11 @@
 """The decode step over fixed buffers: row r is slot r, and the sampled token is the next input.
 
-Nothing comes from the host between two steps of the same sequences, so the host may stay one step
+Between two steps of the same sequences nothing comes from the host, so the host may run one step
 behind and the device never waits for it.
 
-Steps are captured as CUDA graphs and replayed; elsewhere they are plain calls. A graph reads the
-module's weights where they lay when it was captured, so an update in place needs no new graph.
-Weights that moved, because new tensors were assigned, make every graph stale.
+Steps are captured as CUDA graphs and replayed; without CUDA they are plain calls. A graph reads the
+module's weights at their addresses at capture, so an update in place needs no new graph. Weights
+that moved, because new tensors were assigned, make every graph stale.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A decoder layer in seven launches instead of forty, for families that are built alike.
+"""A decoder layer in seven launches instead of forty, for families with the same architecture.
 
-It takes a cloned layer's place in the engine's view and calls the same submodules' weights. A LoRA
-layer's products are computed with those of the projection that it belongs to. A submodule that is
-neither (a quantised one, DoRA) is called as it is.
+It replaces a cloned layer in the engine's view and uses the weights of the same submodules. A LoRA
+layer's products are computed together with those of its projection. Any other submodule (a
+quantised one, DoRA) is called as it is.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def fused_layers(kernels: ModuleType) -> Callable[[nn.Module], nn.Module | None]
 
 
 class _Between:
-    """What one layer of a view leaves to the next beside its output: parts of a sum that the next
-    one's first norm adds. The engine's thread alone calls the view."""
+    """What one layer of a view passes to the next besides its output: parts of a sum that the next
+    one's first norm adds. Only the engine's thread calls the view."""
 
     def __init__(self) -> None:
         self.layers: set[int] = set()

@@ -1,7 +1,7 @@
-"""What was computed of sequences that ended, token by token in one block of device memory.
+"""Keys and values kept from finished sequences, token by token in one block of device memory.
 
-Many sequences end, or begin, in one step. Each way, their keys and values are copied together: a
-launch takes as long as copying a short prompt.
+Many sequences end, or start, in one step. Their keys and values are copied together, in either
+direction, because a launch takes as long as copying a short prompt.
 """
 
 from __future__ import annotations

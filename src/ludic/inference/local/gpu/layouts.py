@@ -1,4 +1,4 @@
-"""How rows attend over a GPU engine's one arena: one row per slot, or rectangles of prompts."""
+"""How rows attend over a GPU engine's single arena: one row per slot, or rectangles of prompts."""
 
 from __future__ import annotations
 

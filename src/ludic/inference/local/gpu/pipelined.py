@@ -1,16 +1,17 @@
 """The scheduler for a device that runs ahead: the host reads each step while the next ones run.
 
-The engine's thread launches steps before it has read what the last ones sampled, and lets prompts
+The engine's thread launches steps before it has read the results of the last ones, and lets prompts
 join meanwhile. That is safe:
 
-- A step takes nothing from the host. What step n sampled is step n + 1's input on the device.
-- Everything the engine does to the device is in one stream, so a slot that is freed, filled or
+- A step takes nothing from the host: the tokens of step n are the input of step n + 1 on the
+  device.
+- Everything the engine does on the device is in one stream, so a slot that is freed, filled or
   moved while a step is in flight changes after that step.
-- A flight remembers who was in which row when it was launched. A sequence that has ended is
-  answered at once and keeps its slot until others leave with it, or prompts join. What is computed
-  of it meanwhile is dropped when it is read, and cleared from the slot (`_leave`).
-- Whoever changes weights runs in another stream. So `settle` reads every step in flight before an
-  update begins, and `updating()` waits for the updater's stream before the next step.
+- A flight remembers which sequence was in which row at launch. A finished sequence is answered at
+  once and keeps its slot until others leave with it, or prompts join. What is computed for it
+  meanwhile is dropped when it is read, and cleared from the slot (`_leave`).
+- Weights are changed in another stream. So `settle` reads every step in flight before an update
+  begins, and `updating()` waits for the updater's stream before the next step.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class PipelinedScheduler(Scheduler):
             yield
             return
         with torch.cuda.device(self.batch.device):
-            # First: a trainer beside it has long kernels, behind which a step would queue.
+            # First: a trainer on the same GPU has long kernels, which a step would queue behind.
             stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.default_stream())
             with torch.cuda.stream(stream):

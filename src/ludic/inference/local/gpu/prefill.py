@@ -1,4 +1,4 @@
-"""Prompts in rectangles: many sequences' chunks in one forward pass."""
+"""Prefill in rectangles: chunks of many sequences' prompts in one forward pass."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """What adapters add to products: `scale * x @ down.T @ up.T`.
 
-x @ down.T is a launch of its own, for all the projections that take the same x. The product itself
-adds the rest at its end, so it can begin beside it and wait for it only there. To compute
-x @ down.T in each program that needs it saves the launch, and takes longer where the weights are
-large.
+x @ down.T is a launch of its own, shared by all projections with the same x. The product adds the
+rest at its end, so it can start at the same time and wait for x @ down.T only there. Computing
+x @ down.T in each program that needs it would save the launch, but is slower for large weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rotary embedding, the cache, and attention of one token per row.
 
 A program attends for one row and one head of keys and values. A few long rows would leave most of
-the GPU idle: there, several programs share a row's context, and another kernel merges their parts.
-Rows that begin alike read their beginning in one slot, so that it comes from the memory once.
+the GPU idle, so several programs then share a row's context, and another kernel merges their parts.
+Rows that begin alike read their beginning from one slot, so it is read from memory once.
 """
 
 from __future__ import annotations

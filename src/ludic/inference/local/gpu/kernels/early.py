@@ -1,14 +1,14 @@
-"""Kernels that are launched before the one in front of them has ended.
+"""Kernels that are launched before the previous one has ended.
 
-A launch, the first reads and the last writes of a kernel take as long as the kernel's work here.
-Since Hopper the next kernel may be on the device by then: it waits inside, before it touches what
-an earlier kernel writes or reads. Each kernel that is launched so waits for the whole of the kernel
-in front of it, which waited in its turn: what holds after the wait holds for all before. A kernel
-that lets the next one begin only after its own wait has a next one that may read, before it waits,
-what was written in front of both (`adapters`).
+In a decode step, a kernel's launch, first reads and last writes take as long as its work. On Hopper
+and newer, the next kernel may already be on the device: it waits inside, before it touches
+anything that an earlier kernel reads or writes. Each such kernel waits for the whole previous
+kernel, which waited for the one before it: so after the wait, all earlier kernels have ended. A
+kernel that releases the next one only after its own wait guarantees more: the next one may read,
+even before its wait, whatever was written before both (`adapters`).
 
-Weights may be read before the wait. Whoever changes them does so between two steps, and the engine
-goes on only when that has ended on the device.
+Weights may be read before the wait. They change only between two steps, and the engine continues
+only after the change has ended on the device.
 """
 
 from __future__ import annotations
