@@ -86,37 +86,6 @@ def test_a_template_that_adds_contents_to_text_is_spelled_as_it_renders(
     assert CHATML_TEMPLATE._skeletons.spell(messages) == rendered
 
 
-@given(said=CONVERSATIONS, first=st.integers(1, 4))
-def test_what_follows_the_first_messages_is_what_the_whole_text_adds(
-    said: list[tuple[str, str]], first: int
-) -> None:
-    messages = conversation(said)
-    whole = CHATML_TEMPLATE.render(messages, None)
-    begun = CHATML_TEMPLATE.render(messages[: min(first, len(messages))], None)
-    tail = CHATML_TEMPLATE.render_after(first, messages)
-    if first < len(messages) and messages[first]["role"] == "assistant":
-        assert tail is not None
-    if tail is not None:
-        assert begun + tail == whole
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        "{{ 'last' if loop.last else '' }}{{ message.content }}",
-        "{{ messages[-1].content }}",
-        "{% if loop.first %}{{ message.content }}{% endif %}",
-        "{{ message.content + message.content }}",
-    ],
-)
-def test_a_template_that_spells_earlier_messages_by_what_follows_has_no_tail(part: str) -> None:
-    template = made(EACH.replace("%s", part, 1))
-    messages = conversation([("user", "a"), ("assistant", "b"), ("user", "c")])
-    for end in (1, 3):
-        template.render(messages[:end], None)
-    assert template.render_after(1, messages) is None
-
-
 @pytest.mark.parametrize("part", PLAIN + LOOKING)
 def test_every_conversation_reads_as_the_template_renders_it(part: str) -> None:
     template = made(EACH.replace("%s", part, 1))

@@ -200,9 +200,7 @@ class HFChatTemplate:
                 "the template does not show where a message ends",
             )
         guarded = before.guarded + self._guard.messages(messages[last:], last)
-        tail = None if tools else self._plain.render_after(last, guarded)
-        text = self._text(guarded, tools) if tail is None else before.text + tail
-
+        text = self._text(guarded, tools)
         prompt = before.text
         if not text.startswith(prompt):
             prompt = prompt.rstrip()

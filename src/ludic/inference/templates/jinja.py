@@ -86,7 +86,6 @@ class Skeletons:
     ) -> None:
         self._render, self._with_holes = render, with_holes
         self._known: dict[tuple[str, ...], _Skeleton | None] = {}
-        self._tails: dict[tuple[tuple[str, ...], int], list[str] | None] = {}
 
     def spell(self, messages: Messages) -> str | None:
         """The conversation's text; None where the template must render it."""
@@ -105,24 +104,6 @@ class Skeletons:
         except KeyError:
             skeleton = self._find(shape, messages, contents)
         return None if skeleton is None else skeleton.filled(contents)
-
-    def spell_after(self, first: int, messages: Messages) -> str | None:
-        """What the text of `messages` adds to that of the first of them; None where it is not
-        known to be the same up to there."""
-        roles = tuple([message["role"] for message in messages if len(message) == 2])
-        try:
-            tail = self._tails[roles, first]
-        except KeyError:
-            whole, begun = self._known.get(roles), self._known.get(roles[:first])
-            if whole is None or begun is None:  # still to be spelled, or not to be
-                return None
-            tail = self._tails[roles, first] = whole.after(begun, first, len(roles))
-        contents = [message["content"] for message in messages[first:]]
-        if tail is None or len(roles) < len(messages) or {*map(type, contents)} != {str}:
-            return None
-        parts = tail.copy()
-        parts[::2] = contents
-        return "".join(parts)
 
     def _find(
         self, shape: tuple[str, ...], messages: Messages, contents: list[str]
@@ -152,13 +133,6 @@ class _Skeleton:
         parts = self._parts.copy()
         parts[1::2] = [contents[number] for number in self._order]
         return "".join(parts)
-
-    def after(self, begun: _Skeleton, first: int, count: int) -> list[str] | None:
-        """What follows `begun`, that of the first messages, if this one begins with it and has each
-        of its `count` contents once, in order."""
-        if self._order != list(range(count)) or self._parts[: 2 * first + 1] != begun._parts:
-            return None
-        return self._parts[2 * first + 1 :]
 
 
 _LOOP_COUNTERS = frozenset(
@@ -197,11 +171,6 @@ class JinjaTemplate:
                 f"the chat template cannot render messages of the roles [{shown}]: "
                 f"{type(exc).__name__}: {exc}"
             ) from exc
-
-    def render_after(self, first: int, messages: Messages) -> str | None:
-        """What `render` without tools adds to the text of the first messages, at the price of the
-        others; None where only `render` can tell."""
-        return None if self._skeletons is None else self._skeletons.spell_after(first, messages)
 
     def _rendered(self, template: Any, messages: Messages, tools: Messages | None = None) -> str:
         variables = {
