@@ -59,13 +59,11 @@ class RowOrder:
     @classmethod
     def of(cls, rows: Sequence[NDArray[np.int64]]) -> RowOrder:
         """Sorts the rows."""
-        lengths = [row.size for row in rows]
-        starts, ids = bounds(lengths), np.concatenate(rows)
-        data = ids.astype(">u4").tobytes()  # compares like the ids themselves
-        keys = [data[4 * a : 4 * b] for a, b in pairwise(starts)]
+        keys = [row.astype(">u4").tobytes() for row in rows]  # compare like the ids themselves
         order = sorted(range(len(rows)), key=keys.__getitem__)
         ranks = sorted(range(len(rows)), key=order.__getitem__)
-        return cls(tuple(lengths), tuple(ranks), (0, *_in_common(ids, starts, order)))
+        common = (0, *(_in_common(rows[a], rows[b]) for a, b in pairwise(order)))
+        return cls(tuple([row.size for row in rows]), tuple(ranks), common)
 
     def shared(self, before: int, row: int) -> int:
         """How many tokens `row` shares with `before`, a row in front of it: 0 for too few."""
@@ -83,20 +81,11 @@ class RowOrder:
         return [(row, 0) for row in members]
 
 
-def _in_common(ids: NDArray[np.int64], starts: Sequence[int], order: Sequence[int]) -> list[int]:
-    """How many tokens each row but the first, in this order, begins with of the row before it."""
-    firsts = np.array(starts[:-1])[order]
-    lengths = np.diff(starts)[order]
-    shorter = np.minimum(lengths[1:], lengths[:-1])
-    differs = ids[ranges(firsts[1:], shorter)] != ids[ranges(firsts[:-1], shorter)]
-    places = differs.nonzero()[0]
-    begins = shorter.cumsum() - shorter
-    pairs = begins.searchsorted(places, "right") - 1
-    found = shorter.copy()
-    # Backwards: of several numbers for one place, the last stays.
-    found[pairs[::-1]] = (places - begins[pairs])[::-1]
-    common: list[int] = found.tolist()
-    return common
+def _in_common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+    """How many tokens both rows begin with."""
+    shorter = min(a.size, b.size)
+    differs = (a[:shorter] != b[:shorter]).nonzero()[0]
+    return int(differs[0]) if differs.size else shorter
 
 
 def gather(
