@@ -26,6 +26,7 @@ from ludic.errors import AgentError, ToolError
 from ludic.inference.client import ToolRequest
 from ludic.inference.templates.chat_template import ChoosesToolParser
 from ludic.types import FinishReason, Message, ToolCall
+from ludic.workers.deadlines import ended
 from ludic.workers.threads import contained
 
 ExternalToolHandler: TypeAlias = Callable[[ToolCall], Awaitable[str]]
@@ -161,9 +162,7 @@ class ToolAgent(Agent):
             self.record(call)
             raise
         finally:
-            for task in waiting.values():
-                task.cancel()
-            await asyncio.gather(*waiting.values(), return_exceptions=True)
+            await ended(*waiting.values())
         return [results[place] for place in range(len(tool_calls))]
 
     async def _call_external(self, call: ToolCall) -> ToolResult:

@@ -22,7 +22,7 @@ from ludic.distributed.interfaces import (
 )
 from ludic.errors import ConfigError, DeadlineError, PublishError
 from ludic.plumbing.cuda_streams import wait_for
-from ludic.workers.deadlines import bounded
+from ludic.workers.deadlines import bounded, ended
 
 
 class SnapshotBuffer:
@@ -176,8 +176,7 @@ class BackgroundPublisher(PolicyPublisher):
         later publish brings newer weights."""
         self._next, failure = None, self._failure
         if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await ended(self._task)
             self._failure = failure
         await self._copied()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,15 +13,9 @@ from ludic.errors import LaunchError
 from ludic.launch.roles import Role
 from ludic.sharding.ranks import environment_alone
 from ludic.workers.watched_process import WatchedProcess, last_words
+from ludic.workers.watched_process import free_port as free_port
 
 _LINES = 3
-
-
-def free_port(address: str = "") -> int:
-    """Returns a port of this host that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 class Processes:

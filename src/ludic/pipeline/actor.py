@@ -31,6 +31,7 @@ from ludic.plumbing.text import error_text
 from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.episode_runner import failed_episode
 from ludic.rollouts.requests import RolloutRequest, plan_episodes
+from ludic.workers.deadlines import ended
 
 _log = logging.getLogger("ludic.pipeline")
 
@@ -154,9 +155,7 @@ class Actor:
             self._over.set()
             if heart.is_alive():
                 await asyncio.to_thread(heart.join, self.cfg.lease_s)
-            for task in self._held.values():
-                task.cancel()
-            await asyncio.gather(*self._held.values(), return_exceptions=True)
+            await ended(*self._held.values())
             await self._policies.close()
             with suppress(PipelineError):
                 call_s = self._store.config.call_s

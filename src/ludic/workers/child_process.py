@@ -26,6 +26,7 @@ from ludic.plumbing.lazy import resolve
 from ludic.plumbing.records import ready
 from ludic.plumbing.text import described
 from ludic.workers.frames import Frames, encode
+from ludic.workers.watched_process import signal_group
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _REAP_S = 5.0
@@ -115,8 +116,7 @@ class ChildProcess:
         with self._killing:  # once, and before it is reaped: its number may be reused after that
             if not self._killed:
                 self._killed = True
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._child.pid, signal.SIGKILL)
+                signal_group(self._child.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends the child and frees the socket."""

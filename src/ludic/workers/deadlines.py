@@ -1,4 +1,5 @@
-"""Deadlines for code that awaits: `asyncio.timeout` at a fifth of its price among many episodes.
+"""Deadlines and ends for code that awaits: `asyncio.timeout` at a fifth of its price among many
+episodes.
 
 An episode has several deadlines at any moment, and hardly any of them ever comes. `asyncio` sets
 and cancels a timer for each. Here the deadlines of one event loop share one timer, set for the
@@ -12,7 +13,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ludic.errors import DeadlineError
 
@@ -78,6 +79,13 @@ async def bounded(work: Awaitable[T], what: str, whom: str, seconds: float | Non
         if isinstance(exc, DeadlineError) or not limit.expired:
             raise
         raise DeadlineError(what, whom, seconds or 0.0) from exc
+
+
+async def ended(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels the tasks, and returns when all of them have ended, however they did."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Watch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from collections import deque
 from collections.abc import Sequence
@@ -58,6 +59,19 @@ class WatchedProcess(subprocess.Popen[bytes]):
             self.kill()
             self.wait(_STOP_S)
         self._watcher.communicate(b"\n", _STOP_S)
+
+
+def signal_group(group: int, sign: signal.Signals) -> None:
+    """Sends a signal to all processes of a group, as far as there are any and they are ours."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, sign)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this host that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def last_words(log: Path, lines: int) -> str:

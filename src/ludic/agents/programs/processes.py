@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ludic.workers.watched_process import signal_group
+
 HANDED_ON = (
     *("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PYTHONPATH", "SHELL", "TERM", "TMPDIR"),
     *("TZ", "USER", "VIRTUAL_ENV"),
@@ -70,7 +72,7 @@ async def run_process(
                 await process.exited.wait()
             status = transport.get_returncode()
         if status is None:
-            _signal_group(group, signal.SIGTERM)
+            signal_group(group, signal.SIGTERM)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GRACE_S):
                     await process.exited.wait()
@@ -111,7 +113,7 @@ class _Process(asyncio.SubprocessProtocol):
 def _end_all(group: int, mark: str) -> None:
     """Kills the group and every process with the mark, until none is left or time is up."""
     deadline = time.monotonic() + _KILL_S
-    _signal_group(group, signal.SIGKILL)
+    signal_group(group, signal.SIGKILL)
     while time.monotonic() < deadline:
         alive = _marked(mark.encode())
         for pid in alive:
@@ -120,11 +122,6 @@ def _end_all(group: int, mark: str) -> None:
         if not alive:
             return
         time.sleep(0.005)
-
-
-def _signal_group(group: int, sign: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, sign)
 
 
 def _marked(mark: bytes) -> list[int]:

@@ -27,6 +27,7 @@ from ludic.inference.client import ChatClient, ToolRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate, ChoosesToolParser
 from ludic.types import AgentStep, Fork, ForkReason, Message, TruncationReason
+from ludic.workers.deadlines import ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +163,7 @@ class Session(ModelCaller):
         """Breaks off what is still being sampled; its requests have no answer. Revokes the key: a
         server that opens the session again has another."""
         self.key = secrets.token_urlsafe(32)
-        unfinished = [asked.task for asked in self._asked if not asked.task.done()]
-        for task in unfinished:
-            task.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
+        await ended(*[asked.task for asked in self._asked if not asked.task.done()])
         self._asked = [asked for asked in self._asked if asked.answer is not None]
 
     def _repeated(self, repetition: Repetition) -> _Asked | None:

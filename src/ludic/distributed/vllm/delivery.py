@@ -21,6 +21,7 @@ from ludic.errors import DeadlineError, InferenceError, LudicError, PublishError
 from ludic.inference.http import UnreachableError
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.rotation import Replica
+from ludic.workers.deadlines import ended
 
 T = TypeVar("T")
 
@@ -76,9 +77,7 @@ async def together(steps: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(*tasks)
 
 
 class ServersAwayError(PublishError):
@@ -230,9 +229,7 @@ class ServerUpdate(ABC):
                 return asking.result()
             raise UnreachableError(f"{what} was not answered, and then {watching.result()}")
         finally:
-            for task in (asking, watching):
-                task.cancel()
-            await asyncio.gather(asking, watching, return_exceptions=True)
+            await ended(asking, watching)
 
     async def call_workers(
         self, method: str, seconds: float | None = None, *args: Any

@@ -23,6 +23,7 @@ from ludic.inference.retries import Backoff
 from ludic.inference.vllm.flags import RECEIPT
 from ludic.inference.vllm.switching import SWITCH
 from ludic.inference.vllm.wire import version_number
+from ludic.workers.deadlines import ended
 
 _REMEMBERED_CONVERSATIONS = 65536
 _PROBE_TEXT = "Tokenizers agree: 12 + 30 = 42, naïve café, <b>tags</b>\n\tand\n\nlines."
@@ -256,9 +257,7 @@ class Rotation:
                     return True
             return False
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await ended(*tasks)
 
     async def illness(
         self, replica: Replica, timeout_s: float

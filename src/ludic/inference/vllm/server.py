@@ -33,6 +33,8 @@ from ludic.inference.vllm.flags import ServerSettings as ServerSettings
 from ludic.inference.vllm.flags import VLLMBuild as VLLMBuild
 from ludic.inference.vllm.flags import command_line as command_line
 from ludic.inference.vllm.flags import environment as environment
+from ludic.workers.watched_process import free_port as free_port
+from ludic.workers.watched_process import signal_group
 
 _GRACE_S = 20
 _LOOK_EVERY_S, _LOOKS = 5.0, 3
@@ -176,7 +178,7 @@ class VLLMServer:
         process, self.process = self.process, None
         if process is not None:
             for sign, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
-                _signal_group(process.pid, sign)
+                signal_group(process.pid, sign)
                 try:
                     process.wait(timeout=wait_s)
                 except subprocess.TimeoutExpired:
@@ -190,16 +192,9 @@ class VLLMServer:
     def kill(self) -> None:
         """Ends everything at once, as a crash would."""
         if self.process is not None:
-            _signal_group(self.process.pid, signal.SIGKILL)
+            signal_group(self.process.pid, signal.SIGKILL)
             self.process.wait(timeout=30)
             _dismiss_watcher(self.process)
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _port_is_taken(host: str, port: int) -> bool:
@@ -226,11 +221,6 @@ def _dismiss_watcher(process: subprocess.Popen[bytes]) -> None:
             process.stdin.write(b"\n")
         with suppress(BrokenPipeError):
             process.stdin.close()
-
-
-def _signal_group(group: int, sign: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, sign)
 
 
 def _group_ended(group: int, seconds: float) -> bool:

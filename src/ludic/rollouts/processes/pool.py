@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from ludic.workers.child_process import start_child
 from ludic.workers.deadlines import deadline
 from ludic.workers.frames import Channel
 from ludic.workers.threads import contained
+from ludic.workers.watched_process import signal_group
 
 _END_S = 15.0
 """How long a process may take to end before it is killed."""
@@ -173,8 +173,7 @@ class _Process:
     def kill(self) -> None:
         """Ends the process and what it started."""
         self.gone = True
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        signal_group(self._process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
         """Lets the process end, and kills it if it does not."""

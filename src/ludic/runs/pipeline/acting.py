@@ -29,6 +29,7 @@ from ludic.runs.settings.deadlines import newest_published_s, server_return_s
 from ludic.runs.settings.paths import earlier_run
 from ludic.runs.storage import RunFolder
 from ludic.seeding import derive_seed
+from ludic.workers.deadlines import ended
 
 
 async def act_for(
@@ -127,7 +128,7 @@ async def _opened(
         if roster is not None:
             await roster.update(client)
             following = asyncio.create_task(roster.follow(client))
-            stack.push_async_callback(_ended, following)
+            stack.push_async_callback(ended, following)
         others = {}
         if config.player:
             from ludic.runs.players.models import OtherPlayers
@@ -136,11 +137,6 @@ async def _opened(
             await stack.enter_async_context(players.opened())
             others = dict(players.runtimes)
         yield episodes.runtime_of(config, client, ours, others), None
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 def _tokenizer_of(config: RunConfig) -> Any:

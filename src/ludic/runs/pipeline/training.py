@@ -39,6 +39,7 @@ from ludic.runs.pipeline.roster import ServerWatch
 from ludic.runs.results.terminal import command_name, say, warn
 from ludic.runs.settings import RunConfig
 from ludic.training import RLAlgorithm
+from ludic.workers.deadlines import ended
 
 _LOOK_EVERY_S = 0.5
 _SAY_EVERY_S = 60.0
@@ -80,8 +81,7 @@ class RunPipeline:
 
     async def __aexit__(self, *exc: object) -> None:
         if self._tending is not None:
-            self._tending.cancel()
-            await asyncio.gather(self._tending, return_exceptions=True)
+            await ended(self._tending)
         await asyncio.to_thread(self._close)
 
     def finished(self) -> None:

@@ -15,6 +15,7 @@ from ludic.training.batching.source import (
     WorksAhead,
     as_source,
 )
+from ludic.workers.deadlines import ended
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,8 +90,7 @@ class SamplingAhead(WrappedSource, WorksAhead):
     async def drop_ahead(self) -> None:
         task, self._ahead = self._ahead, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await ended(task)
 
     def state_dict(self) -> Mapping[str, Any]:
         return self.source.state_dict()
