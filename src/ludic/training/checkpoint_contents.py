@@ -265,7 +265,7 @@ def _read_like(name: str, like: Tensor, pieces: Any, opened: Mapping[str, Any]) 
         low, high = max(start, begin), min(start + count, begin + size)
         if low < high:
             parts.append(part[low - begin : high - begin])
-    local = torch.cat(parts) if parts else like.new_zeros(0, *like.shape[1:], device="cpu")
+    local = torch.cat(parts) if parts else torch.empty(0, *like.shape[1:], dtype=like.dtype)
     return laid_out_like(local.to(like.device) if isinstance(like, DTensor) else local, like)
 
 
