@@ -104,6 +104,26 @@ async def test_a_full_redis_says_so_and_goes_on_when_there_is_room(own_server: L
 
 
 @pytest.mark.parametrize(
+    ("maxmemory", "policy", "warns"),
+    [("100mb", "allkeys-lru", True), ("0", "allkeys-lru", False), ("100mb", "noeviction", False)],
+)
+def test_a_trainer_warns_of_a_redis_that_drops_keys_when_it_is_full(
+    own_server: LocalRedis,
+    caplog: pytest.LogCaptureFixture,
+    maxmemory: str,
+    policy: str,
+    warns: bool,
+) -> None:
+    lease = TrainerLease(over(own_server))
+    server = server_of(lease.store)
+    server.config_set("maxmemory", maxmemory)
+    server.config_set("maxmemory-policy", policy)
+    lease.acquire()
+    lease.close()
+    assert ("maxmemory-policy allkeys-lru" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
     "wording",
     [
         "OOM command not allowed when used memory > 'maxmemory'.",

@@ -103,6 +103,12 @@ class TrainerLease:
                 self.durability = self.store.durability()
                 if cost := COSTS.get(self.durability):
                     _log.warning("%s", cost)
+                if policy := self.store.eviction():
+                    _log.warning(
+                        "Redis drops keys when its memory is full (maxmemory-policy %s), and a run "
+                        "that loses one waits in vain: set `maxmemory-policy noeviction`",
+                        policy,
+                    )
                 self._thread = threading.Thread(
                     target=self._renew, name="ludic-trainer-lease", daemon=True
                 )

@@ -220,14 +220,25 @@ class Store:
         """What a crash of the server can cost, as it is set up: "always" (nothing that it has
         confirmed), "everysec" (about a second), "no" (more), "off" (everything since its last
         snapshot), or "unknown" where it does not say."""
-        try:
-            settings = self.patiently(lambda: self._redis.config_get("append*"), "its settings")
-        except PipelineError:
-            return "unknown"
-        plain = {_text(k): _text(v) for k, v in settings.items()}
+        plain = self._settings("append*")
         if plain.get("appendonly") != "yes":
             return "off" if "appendonly" in plain else "unknown"
         return plain.get("appendfsync", "unknown")
+
+    def eviction(self) -> str | None:
+        """How the server makes room in a full memory, if any key may have to go; else None."""
+        plain = self._settings("maxmemory*")
+        policy = plain.get("maxmemory-policy", "")
+        bounded = plain.get("maxmemory", "0") != "0"
+        return policy if bounded and policy.startswith("allkeys") else None
+
+    def _settings(self, pattern: str) -> dict[str, str]:
+        """The server's settings of such names; none where it does not tell them."""
+        try:
+            settings = self.patiently(lambda: self._redis.config_get(pattern), "its settings")
+        except PipelineError:
+            return {}
+        return {_text(name): _text(value) for name, value in settings.items()}
 
     def facts(self) -> dict[str, Any]:
         """Everything that `ludic pipeline status` shows. No transaction: a full server would refuse

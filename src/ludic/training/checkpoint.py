@@ -195,6 +195,12 @@ class Checkpointer:
         """
         # Now: while a later checkpoint is saved, a reference may be read with the adapter off.
         self._fingerprint = contents.model_fingerprint(model)
+        if self.world.leads and (missing := contents.left_out(model)):
+            _log.warning(
+                "checkpoints resume this run, but their model/ lacks %d trained weights, which "
+                "PEFT does not save with an adapter: %s. Name their modules in modules_to_save",
+                *(len(missing), ", ".join(missing[:3])),
+            )
         if self.world.leads:
             for left in self.folder.glob(f"{_TEMPORARY}*"):
                 shutil.rmtree(left, ignore_errors=True)

@@ -265,7 +265,7 @@ def _read_like(name: str, like: Tensor, pieces: Any, opened: Mapping[str, Any]) 
         low, high = max(start, begin), min(start + count, begin + size)
         if low < high:
             parts.append(part[low - begin : high - begin])
-    local = torch.cat(parts) if parts else like.new_zeros(0, *like.shape[1:], device="cpu")
+    local = torch.cat(parts) if parts else torch.empty(0, *like.shape[1:], dtype=like.dtype)
     return laid_out_like(local.to(like.device) if isinstance(like, DTensor) else local, like)
 
 
@@ -277,11 +277,8 @@ def save_model(model: nn.Module, world: World, tokenizer: Any = None) -> Callabl
 
     A PEFT model is saved as its adapter, any other as a whole; the tokenizer, if any, beside it.
     """
-    is_adapter = hasattr(model, "peft_config")
     state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if is_adapter and not _belongs_to_adapter(name):
-            continue
+    for name, tensor in _saved_tensors(model).items():
         value = whole(tensor)
         if world.leads:
             state[name] = value.to("cpu", copy=True)
@@ -312,8 +309,24 @@ def no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _belongs_to_adapter(name: str) -> bool:
-    return ".lora_" in name or ".modules_to_save." in name
+def _saved_tensors(model: Any) -> dict[str, Tensor]:
+    """What a saved model consists of: of a PEFT model, what PEFT takes for part of an adapter."""
+    named: dict[str, Tensor] = model.state_dict()
+    if not hasattr(model, "peft_config"):
+        return named
+    from peft import get_peft_model_state_dict
+
+    chosen: set[int] = set()
+    for adapter in model.peft_config:
+        options = {"adapter_name": adapter, "save_embedding_layers": False}
+        chosen |= set(map(id, get_peft_model_state_dict(model, named, **options).values()))
+    return {name: tensor for name, tensor in named.items() if id(tensor) in chosen}
+
+
+def left_out(model: nn.Module) -> list[str]:
+    """The trained weights that a saved model does not have: those beside an adapter."""
+    saved = _saved_tensors(model)
+    return [n for n, p in model.named_parameters() if p.requires_grad and n not in saved]
 
 
 def model_fingerprint(model: nn.Module, *, frozen_values: bool = True) -> str:

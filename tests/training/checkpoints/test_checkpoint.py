@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file as real_save_file
 from transformers import AutoModelForCausalLM
 
@@ -226,6 +226,32 @@ def test_the_model_is_saved_as_transformers_loads_it(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ck/step-00000002/model")
     assert_equal({n: p.detach() for n, p in loaded.named_parameters()}, trained)
     assert "ludic" not in (tmp_path / "ck/step-00000002/model/config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bias": "all"}, {"bias": "lora_only"}, {"trainable_token_indices": [3]}],
+    ids=lambda options: "-".join(map(str, *options.items())),
+)
+def test_an_adapter_is_saved_with_all_that_peft_trains_with_it(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], **options)
+    trained = run(make(tmp_path, model=get_peft_model(tiny_model(), config)), 2)
+    loaded = PeftModel.from_pretrained(tiny_model(), tmp_path / "ck/step-00000002/model")
+    assert_equal({n: p.detach() for n, p in loaded.named_parameters()}, trained)
+
+
+def test_weights_trained_beside_an_adapter_are_named_as_not_in_the_saved_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    run(make(tmp_path / "a", model=adapted), 1)
+    assert "model/ lacks" not in caplog.text
+    adapted.get_submodule("base_model.model.model.norm").requires_grad_(True)
+    run(make(tmp_path / "b", model=adapted), 1)
+    assert "model/ lacks 1 trained weights" in caplog.text
+    assert "base_model.model.model.norm.weight" in caplog.text
 
 
 def test_old_checkpoints_are_pruned_and_latest_names_the_newest(tmp_path: Path) -> None:
