@@ -84,7 +84,7 @@ class Stages:
                     if not run.resumed:
                         folder.abandon()
                     if folder.path.exists():
-                        say(f"what the run has so far stays; {how_to_resume(config, folder.path)}")
+                        say(f"the run folder is kept; {how_to_resume(config, folder.path)}")
                     raise
 
     async def _lead(self) -> None:

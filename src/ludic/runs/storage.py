@@ -74,7 +74,7 @@ class RunFolder:
         of the Python modules that the run names."""
         path = self.path
         exists = ConfigError(
-            f"{path} exists already: name another with --out (out=), or resume it with "
+            f"{path} exists already: choose another with --out (out=), or resume it with "
             f"`ludic train --resume {path}`"
         )
         if os.path.exists(path) and (not path.is_dir() or any(path.iterdir())):
@@ -324,7 +324,7 @@ def note_env_sources(config: RunConfig, folder: RunFolder) -> str | None:
     files = [str(sources[name][1]) if name in sources else name for name in changed]
     return (
         f"the environments' code changed since this run was last started, in "
-        f"{', '.join(files)}: what was trained and measured before belongs to the old code"
+        f"{', '.join(files)}: earlier results are from the old code"
     )
 
 
