@@ -106,11 +106,11 @@ class OtherModelSection(KeyedSection):
 
 
 class ReferenceSection(OtherModelSection):
-    """The model that a KL term keeps the policy near. `model = "start"` is the policy as the reinforcement begins with it;
-    anything else is as in `[model]`, or a vLLM `server` (`served_name`: what it calls the model;
-    left out, its first one). The KL is in the loss by `kl_coeff` among the algorithm's arguments,
-    or in the reward by `kl_in_reward`, its coefficient; `horizon` says how far ahead a token is
-    charged for the KL."""
+    """The model that a KL term keeps the policy near. `model = "start"` is the policy at the start
+    of RL; anything else is as in `[model]`, or a vLLM `server` (`served_name`: what it calls the
+    model; left out, its first one). The KL is in the loss by `kl_coeff` among the algorithm's
+    arguments, or in the reward by `kl_in_reward`, its coefficient; `horizon` says how far ahead a
+    token is charged for the KL."""
 
     kl_in_reward: float = Field(default=0.0, ge=0)
     horizon: Literal["token", "turn", "rollout"] = "rollout"
