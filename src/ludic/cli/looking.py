@@ -158,7 +158,7 @@ def _numbers(text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1 or max(numbers) > 65_536:
-        raise ConfigError(f"--gpus {text}: whole numbers from 1 to 65536 with commas, as in 8,64")
+        raise ConfigError(f"--gpus {text}: give numbers from 1 to 65536 with commas, as in 8,64")
     return numbers
 
 

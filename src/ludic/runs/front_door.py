@@ -130,7 +130,7 @@ def _finished(run: Run) -> Run:
 
 def _refuse(settings: dict[str, Any], run: str) -> None:
     if settings:
-        raise ConfigError(f"{run} has its own settings: {min(settings)}= cannot be given, too")
+        raise ConfigError(f"{run} has its own settings: {min(settings)}= cannot be given as well")
 
 
 def _subject(

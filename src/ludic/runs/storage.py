@@ -61,8 +61,8 @@ class RunFolder:
         name = config.run.name
         if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
             raise ConfigError(
-                f"run.name={name!r} becomes the name of a folder, and must be one: without '/'. "
-                "run.folder and --out (out=) say where a run is kept"
+                f"run.name={name!r} becomes a folder's name, so it cannot contain '/': "
+                "choose the place with run.folder or --out (out=)"
             )
         if path is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -86,7 +86,7 @@ class RunFolder:
         except FileExistsError:
             raise exists from None
         except OSError as exc:
-            raise ConfigError(f"cannot make the run folder {path}: {exc.strerror}") from exc
+            raise ConfigError(f"cannot create the run folder {path}: {exc.strerror}") from exc
         self.write_json("run.json", config.plain())
         self.write_json("origin.json", {**origin(), "run_file_folder": str(modules.resolve())})
 
@@ -225,7 +225,7 @@ def locked(folder: Path) -> Iterator[None]:
         holder = _read(file)
         if holder and holder.get("boot") != me["boot"] and holder.get("host") != me["host"]:
             raise ConfigError(
-                f"{_who(folder, holder)}, where it cannot be seen from here: if it has ended, "
+                f"{_who(folder, holder)}, which cannot be seen from this host: if it has ended, "
                 f"remove {path}"
             )
         _write(file, json.dumps(me))

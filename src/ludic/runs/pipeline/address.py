@@ -110,8 +110,8 @@ def find_pipeline(
         )
     if url is None:
         raise PipelineError(
-            "which Redis? Give its URL with --url, in the environment variable "
-            f"{URL_VARIABLE}, or as pipeline.url; for a run that has started its own, name the "
+            "no Redis is known: give its URL with --url, in the environment variable "
+            f"{URL_VARIABLE}, or as pipeline.url; if the run has started its own, name the "
             "run's folder while it is running"
         )
     return PipelineConfig(url, name, patience_s=section.patience_s)

@@ -194,8 +194,8 @@ def teachers_by_env(teachers: Teachers, envs: Sequence[str]) -> Mapping[str, str
     rest = [i for i, t in enumerate(teachers) if not t.envs and not t.tasks]
     if len(rest) > 1:
         raise ConfigError(
-            f"teachers {rest[0] + 1} and {rest[1] + 1} both say neither `envs` nor `tasks`: say "
-            f"which is for what, as in envs = [{envs[0]!r}]"
+            f"teachers {rest[0] + 1} and {rest[1] + 1} both have neither `envs` nor `tasks`: "
+            f"say which is for what, as in envs = [{envs[0]!r}]"
         )
     by_env: dict[str, str] = {}
     for env in envs:
