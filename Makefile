@@ -145,7 +145,7 @@ wheel-check: $(READY)
 bench: setup
 	@$(PY) -m benchmarks.run_all $(ARGS)
 
-demo: setup
+demo: $(READY)
 	@echo "==> ludic train tic-tac-toe $(ARGS)"
 	@$(PY) -m ludic train tic-tac-toe $(ARGS)
 

@@ -319,7 +319,7 @@ def _write_readme(book: Book, root: Path) -> None:
     block = "\n\n".join(
         [
             BEGIN,
-            "What it teaches real models, on one H200 ([all results](docs/results/index.md)):",
+            "Pretrained models trained on one H200 ([all results](docs/results/index.md)):",
             lines,
             "![GSM8K over updates and seconds](docs/images/gsm8k.png)",
             END,

@@ -1,5 +1,5 @@
 """The tables of docs/run_file.md: keys, defaults and types from the settings' classes. What a key
-does is written on the page itself, and stays there.
+does is written on the page itself, and kept.
 
 python -m tools.settings_page           prints the tables
 python -m tools.settings_page --write   brings the page up to date
@@ -22,7 +22,7 @@ from ludic.runs.settings.base import Section, section_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "run_file.md"
 START = "### `[run]`"
-_PLAIN = {str: "text", int: "a whole number", float: "a number", bool: "`true` or `false`"}
+_PLAIN = {str: "string", int: "integer", float: "number", bool: "`true` or `false`"}
 
 
 def descriptions(page: str) -> dict[tuple[str, str], str]:
@@ -66,7 +66,7 @@ def reference(
         return "\n\n".join(below)
     about = " ".join((inspect.getdoc(section) or "").split())
     about = re.split(r"(?<=\.) (?=[A-Z`])", about)[0]  # the table says the rest
-    heading = ["| key | what it does | default | takes |", "|---|---|---|---|"]
+    heading = ["| key | meaning | default | type |", "|---|---|---|---|"]
     return "\n\n".join([f"### `[{name}]`", about, "\n".join([*heading, *rows]), *below])
 
 
@@ -78,14 +78,14 @@ def _takes(annotation: Any) -> str:
     if origin is Annotated:
         return _takes(options[0])
     if origin is list:
-        return f"a list of {_takes(options[0])}"
+        return "list of " + " or ".join(f"{kind}s" for kind in _takes(options[0]).split(" or "))
     if origin is tuple:
-        return f"a list of {len(options)}: {_takes(options[0])}"
+        return f"list of {len(options)} {_takes(options[0])}s"
     if origin is dict:
-        return "a table"
+        return "table"
     if options:
         return " or ".join(_takes(option) for option in options)
-    return _PLAIN.get(annotation, "a table")
+    return _PLAIN.get(annotation, "table")
 
 
 def main() -> None:

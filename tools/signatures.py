@@ -21,47 +21,47 @@ BEGIN = "<!-- table: python -m tools.signatures --write -->"
 END = "<!-- end of the table -->"
 
 TYPES = {
-    "Aggregation": "an aggregation",
-    "BetaTracker | None": "a `BetaTracker`",
+    "Aggregation": "aggregation",
+    "BetaTracker | None": "`BetaTracker`",
     "Clip": "two numbers",
-    "CreditAssigner | None": "a credit assigner",
+    "CreditAssigner | None": "credit assigner",
     "Literal['token', 'turn']": '`"token"` or `"turn"`',
-    "Sequence[str]": "a list of text",
+    "Sequence[str]": "list of strings",
     "Unit": '`"turn"` or `"rollout"`',
     "bool": "`true` or `false`",
-    "float": "a number",
-    "float | None": "a number",
-    "float | DriftForgetting | Mapping[str, float]": "a number, or a table",
-    "int": "a whole number",
-    "int | None": "a whole number",
+    "float": "number",
+    "float | None": "number",
+    "float | DriftForgetting | Mapping[str, float]": "number or table",
+    "int": "integer",
+    "int | None": "integer",
     "tuple[float, float]": "two numbers",
 }
 
 OF_ALGORITHMS = {
     "aggregation": "how the token terms become one number",
-    "cap": "the largest importance ratio ρ that counts",
-    "clip": "the lowest and the highest ratio within which a gain counts",
-    "credit_assigner": "what an outcome is worth, where `reward_coeff` is not 0",
+    "cap": "the upper bound of the importance ratio ρ",
+    "clip": "the bounds of the importance ratio ρ",
+    "credit_assigner": "credit for the outcome, if `reward_coeff` is not 0",
     "entropy_coeff": "the weight of the entropy bonus, which keeps the policy exploring",
     "filter_zvp": "drop groups whose members all have the same return",
-    "floor": "the smallest importance ratio ρ; empty: none",
-    "gamma": "the discount of a reward for each turn that it comes later",
-    "group_size": "attempts at the same task that are compared with each other",
+    "floor": "the lower bound of the importance ratio ρ; empty: none",
+    "gamma": "the discount per turn",
+    "group_size": "attempts at one task, compared with each other",
     "kl_coeff": "the weight of the KL term; above 0 it needs a reference",
-    "level": "whose gap to the teacher a token is responsible for",
-    "max_completion_tokens": "the constant by which the sum over tokens is divided",
+    "level": "the gap to the teacher that a token is credited with: its own, or its turn's mean",
+    "max_completion_tokens": "the constant L that the sum over tokens is divided by",
     "normalize_adv": "divide by the group's standard deviation",
-    "forgetting": "how much of a task's past counts (λ), or how it follows the policy's drift",
-    "returns": "the lowest and the highest return, which are mapped to 0 and 1",
-    "reward_coeff": "the weight of the outcome's credit beside the teacher's",
+    "forgetting": "λ, or how it follows the policy's drift",
+    "returns": "the lowest and highest return, mapped to 0 and 1",
+    "reward_coeff": "the weight of the outcome's credit next to the teacher's",
     "tau_neg": "the gate's temperature where A ≤ 0",
     "tau_pos": "the gate's temperature where A > 0",
-    "tracker": "the values of the tasks; empty: a new one",
+    "tracker": "the tasks' values; empty: a new one",
     "unit": "what a sequence is",
 }
 ODD_ONES = {
     ("gmpo", "clip"): "the bound on log ρ, on the side where A gains",
-    ("opd", "group_size"): "compare the outcomes of so many attempts at a task, as GRPO does",
+    ("opd", "group_size"): "compare the outcomes of this many attempts at a task, as GRPO does",
 }
 
 OF_THE_TINY_MODEL = {
@@ -125,7 +125,7 @@ def _spelled(annotation: Any) -> str:
 
 def table(rows: Iterable[tuple[inspect.Parameter, str]]) -> str:
     """Returns a table of arguments."""
-    lines = ["| argument | default | takes | meaning |", "|---|---|---|---|"]
+    lines = ["| argument | default | type | meaning |", "|---|---|---|---|"]
     lines += [
         f"| `{parameter.name}` | {default(parameter.default)} | "
         f"{TYPES[_spelled(parameter.annotation)]} | {meaning} |"

@@ -118,14 +118,14 @@ def test_replay_runs_recorded_episodes_again(ludic: Ludic, trained: Path, tmp_pa
     log = trained / "rollouts" / "train.jsonl.zst"
     done = ludic("replay", log, "--limit", 5)
     assert done.code == 0, done.out + done.err
-    assert "5 of 5 episodes are the same again" in done.out
+    assert "5 of 5 episodes match" in done.out
 
 
 def test_replay_with_the_model_compares_token_by_token(ludic: Ludic, trained: Path) -> None:
     ludic("generate", trained, "--episodes", 4, "--output", "some.jsonl.zst")
     done = ludic("replay", "some.jsonl.zst", "--model", trained)
     assert done.code == 0, done.out + done.err
-    assert "4 of 4 episodes are the same again" in done.out
+    assert "4 of 4 episodes match" in done.out
     assert " tokens compared" in done.out
 
 

@@ -158,7 +158,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     (where / "letters.py").write_text(source.replace("right = action", hang))
     arguments = ["letters.toml", "training.steps=100000", "--out", "run"]
     with started(where, "train", *arguments) as process:
-        line_with(process, "reinforcement")
+        line_with(process, "RL: ")
         (where / "hang").touch()
         time.sleep(1.0)
         process.send_signal(signal.SIGINT)

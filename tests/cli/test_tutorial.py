@@ -69,7 +69,7 @@ def test_every_command_of_the_tutorial_works(tmp_path: Path) -> None:
     assert "3 passed" in printed
     assert (tmp_path / "digits" / "first" / "summary.json").is_file()
     assert "paired permutation test" in printed
-    assert "episodes are the same again" in printed
+    assert "episodes match" in printed
 
 
 def test_the_class_in_the_tutorial_is_the_one_that_init_writes(tmp_path: Path) -> None:

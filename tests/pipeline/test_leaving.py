@@ -154,7 +154,7 @@ async def test_supervision_that_ends_is_seen(
     monkeypatch.setattr(pipeline._actors, "tick", refuse)
     pipeline._tending = asyncio.create_task(pipeline._tend())
     await until(pipeline._tending.done, 60)
-    with pytest.raises(PipelineError, match=r"nobody watches over the actors .*no more processes"):
+    with pytest.raises(PipelineError, match=r"watches the actors failed.*no more processes"):
         pipeline._alarm()
 
 

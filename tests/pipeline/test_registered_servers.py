@@ -220,7 +220,7 @@ def test_the_key_is_drawn_once_and_for_this_user(config: RunConfig, tmp_path: Pa
     ("arguments", "why"),
     [
         (["--engine", "local"], "--register"),
-        (["--register", "RUN", "--host", "0.0.0.0"], "no address that others reach"),
+        (["--register", "RUN", "--host", "0.0.0.0"], "cannot be reached by others"),
         (["--register", "RUN", "--host", "10.0.0.1"], "without a key"),
         (["--register", "tic-tac-toe"], "which of its runs"),
         (["--register", "RUN", "--engine", "local", "--max-num-seqs", "3"], "from the run"),

@@ -60,13 +60,13 @@ def test_status_says_which_part_of_the_run_has_no_actors(folder: Path) -> None:
             find_pipeline(config, folder)
         return str(caught.value)
 
-    assert "the evaluation before its training, and its actors come with" in said()
+    assert "the evaluation before its training, and its actors start with" in said()
     evaluated(folder, "before")
-    assert "in its cold start, or the evaluation after it, and its actors come with" in said()
+    assert "in its cold start, or the evaluation after it, and its actors start with" in said()
     evaluated(folder, "after_sft")
-    assert "it is before its reinforcement, or was stopped in it" in said()
+    assert "RL has not begun, or was stopped" in said()
     (folder / "checkpoints" / "rl" / f"step-{config.training.steps:06d}").mkdir(parents=True)
-    assert "in the evaluation after its reinforcement: its actors have left" in said()
+    assert "in the evaluation after RL: its actors have left" in said()
     (folder / "summary.json").write_text("{}")
     assert "it has ended" in said()
 

@@ -179,7 +179,7 @@ def test_what_has_no_name_is_recorded_as_an_object_and_kept() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"env": 3}, "env=3 is no environment"),
+        ({"env": 3}, "env=3 is not an environment"),
         ({"training": 3}, "training=3: give a dict"),
         ({"training": {"learning_rat": 1}}, "did you mean 'learning_rate'"),
         ({"model": (1, 2)}, r"pair \(model, tokenizer\)"),

@@ -60,8 +60,8 @@ KEYED = "[inference]\nbackend = 'vllm'\nservers = ['http://127.0.0.1:9']\napi_ke
         (f"[sft]\ndata = '{LONG}'\nsteps = 1\n", "no such file"),
         (f"[model]\nchat_template = '{LONG}'\n", "chat_template"),
         (f"[reference]\nmodel = '/{LONG}'\n", "reference.model"),
-        (f"[run]\nfolder = '{LONG}'\n", "cannot make the run folder"),
-        (f"[run]\nname = '{LONG}'\n", "cannot make the run folder"),
+        (f"[run]\nfolder = '{LONG}'\n", "cannot create the run folder"),
+        (f"[run]\nname = '{LONG}'\n", "cannot create the run folder"),
     ],
     ids=["key", "key-with-null", "key-of-nobody", "data", "template", "model", "folder", "name"],
 )

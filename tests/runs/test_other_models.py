@@ -221,7 +221,7 @@ def test_teachers_by_task_are_chosen_by_its_key() -> None:
             "scores at temperature 1",
         ),
         (OPD + '[[teacher]]\nmodel = "start"\n', "teaches nothing"),
-        (OPD + '[[teacher]]\nmodel = "saved"\n' * 2, "both say neither `envs` nor `tasks`"),
+        (OPD + '[[teacher]]\nmodel = "saved"\n' * 2, "both have neither `envs` nor `tasks`"),
         (
             GRPO + '[reference]\nmodel = "saved"\nhorizon = "turns"\n',
             "reference.horizon.*'token', 'turn' or 'rollout'",

@@ -179,7 +179,7 @@ def test_spo_draws_the_least_certain_tasks() -> None:
             SEATS + '[[player]]\nname = "rivals"\nmodel = "tiny"\n',
             "unknown client 'rival'; did you mean 'rivals'",
         ),
-        ('[[player]]\nname = "rival"\nmodel = "tiny"\n', "player 'rival' takes no seat"),
+        ('[[player]]\nname = "rival"\nmodel = "tiny"\n', "player 'rival' has no seat"),
         (
             SEATS + '[[player]]\nname = "rival"\nmodel = "tiny"\n' * 2,
             "two players are called 'rival'",

@@ -78,7 +78,10 @@ async def test_what_the_run_says_goes_before_that() -> None:
         ('publish_plane = "ipc"\npublish_differences = true\n', "where nothing travels"),
         ('publish_lora = "adapter"\npublish_differences = true\n', "is for whole weights"),
         ('publish_plane = "ipc"\n', 'the model is on the CPU: set "shared_memory"'),
-        ('publish_address = "192.0.2.7"\n', "no address of this machine .*: try '127.0.0.1'"),
+        (
+            'publish_address = "192.0.2.7"\n',
+            "not one of this machine's addresses .*: try '127.0.0.1'",
+        ),
     ],
 )
 def test_a_value_that_cannot_work_gets_one_sentence(lines: str, said: str) -> None:

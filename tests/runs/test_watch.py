@@ -124,7 +124,7 @@ def stopping_at(reward: float) -> list[dict[str, float]]:
 def test_a_policy_that_stopped_trying_says_so_once_although_its_reward_has_risen() -> None:
     during, after = said(stopping_at(0.5))
     assert len(during) == len(after) == 1
-    assert "stopped trying at a reward of +0.49, where +1.00 was seen" in during[0]
+    assert "stopped exploring at a reward of +0.49 (the best episode got +1.00)" in during[0]
     assert "a tenth of training.learning_rate (now 0.001)" in after[0]
     assert said(stopping_at(0.97)) == ([], [])  # there is nothing left to try
 
@@ -242,7 +242,7 @@ def test_a_base_model_that_does_not_stop_where_its_template_ends_a_message_is_do
     assert doubtful(config(), model, template) == []  # the model's own settings name it
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
     (doubt,) = doubtful(config(), model, template)
-    assert "'<|im_end|>', at which sampling does not stop" in doubt
+    assert "'<|im_end|>', which ends a message" in doubt
     assert f"stop_token_ids = [{end}]" in doubt
     for stopped in (f"stop_token_ids=[{end}]", "stop=['<|im_end|>']"):
         assert doubtful(config(f"inference.sampling.{stopped}"), model, template) == []

@@ -41,5 +41,5 @@ def _explained(exc: OSError) -> str:
             "`ludic train --resume FOLDER`, or name a folder on another disk with --out"
         )
     if exc.errno == errno.EADDRINUSE:
-        return f"{exc.strerror}{where}: name another port, or end what listens on this one"
+        return f"{exc.strerror}{where}: choose another port, or stop what listens on this one"
     return f"{exc.strerror or exc}{where}"

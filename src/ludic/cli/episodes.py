@@ -134,7 +134,7 @@ def replay(
     counts = asyncio.run(replay_file(rollouts, limit=limit, model=model, on_divergence=say))
     what = f"{counts['steps']} steps" + (f", {counts['tokens']} tokens" if model else "")
     same, others, diverged = (counts[name] for name in ("same", "others", "diverged"))
-    say(f"{same} of {same + others + diverged} episodes are the same again ({what} compared)")
+    say(f"{same} of {same + others + diverged} episodes match ({what} compared)")
     if others:
-        say(f"{others} episodes were played with other models too, and cannot be run again")
+        say(f"{others} episodes had other models in them, and cannot be replayed")
     raise SystemExit(1 if diverged else 0)

@@ -86,32 +86,30 @@ class Mode(StrEnum):
 def plan(
     run: AnyRun,
     overrides: Overrides = None,
-    gpus: Annotated[str, typer.Option(help="How many, as in 8,64,256,1024.")] = "1,8,64",
+    gpus: Annotated[str, typer.Option(help="GPU counts, as in 8,64,256,1024.")] = "1,8,64",
     gpu: Annotated[
-        str, typer.Option(help="h200, h100, h800, h20, a100-80, or a profile's file.")
+        str, typer.Option(help="h200, h100, h800, h20, a100-80, or a profile file.")
     ] = "h200",
-    goal: Annotated[Goal, typer.Option(help="What the best is chosen by.")] = Goal.updates,
-    mode: Annotated[Mode | None, typer.Option(help="Default: as the run file has it.")] = None,
+    goal: Annotated[Goal, typer.Option(help="What to optimise for.")] = Goal.updates,
+    mode: Annotated[Mode | None, typer.Option(help="Default: that of the run.")] = None,
     tokens: Annotated[
-        float | None, typer.Option(min=1, help="Mean tokens of a completion.")
+        float | None, typer.Option(min=1, help="Mean completion length, in tokens.")
     ] = None,
-    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt.")] = None,
+    prompt: Annotated[int | None, typer.Option(min=1, help="Prompt length, in tokens.")] = None,
     env_s: Annotated[
-        float | None, typer.Option(min=0, help="Seconds of a step of the environment.")
+        float | None, typer.Option(min=0, help="Seconds per environment step.")
     ] = None,
     host_s: Annotated[
-        float | None, typer.Option(min=0, help="Seconds that an environment computes per episode.")
+        float | None, typer.Option(min=0, help="CPU seconds of an environment per episode.")
     ] = None,
     earlier: Annotated[
-        Path | None, typer.Option(help="A run folder whose rollouts give lengths and turns.")
+        Path | None, typer.Option(help="A run folder to take lengths and turns from.")
     ] = None,
     shape: Annotated[
         str | None, typer.Option(help="A published model's sizes, as in Qwen2.5-7B.")
     ] = None,
-    failures: Annotated[
-        float, typer.Option(min=0, help="Failures of a GPU in a thousand hours.")
-    ] = 0.0,
-    explain: Annotated[bool, typer.Option("--explain", help="Where each figure is from.")] = False,
+    failures: Annotated[float, typer.Option(min=0, help="GPU failures per thousand hours.")] = 0.0,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain each figure.")] = False,
 ) -> None:
     """Predict memory, time and cost of a run on any number of GPUs, without starting anything."""
     from ludic.plan.report import chosen, cluster_lines, explained, table
@@ -144,14 +142,14 @@ def plan(
     say(table(job, options))
     guesses = [f"{name} {text}" for name, text in origins.items() if "(assumed" in text]
     if guesses:
-        say("not known, and most hangs on it: " + "; ".join(guesses))
+        say("assumed, and it matters most: " + "; ".join(guesses))
     winner = chosen(job, options, goal.value)
     if explain:
         say("\n" + explained(job.costs.profile, origins))
     if winner is None:
         raise SystemExit(1)
     count = f"{winner.split.gpus} GPU" + "s" * (winner.split.gpus > 1)
-    say(f"\nthe best by {goal.value}: {count}\n{cluster_lines(job, winner)}")
+    say(f"\nbest by {goal.value}: {count}\n{cluster_lines(job, winner)}")
 
 
 def _numbers(text: str) -> list[int]:
@@ -160,7 +158,7 @@ def _numbers(text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1 or max(numbers) > 65_536:
-        raise ConfigError(f"--gpus {text}: whole numbers from 1 to 65536 with commas, as in 8,64")
+        raise ConfigError(f"--gpus {text}: give numbers from 1 to 65536 with commas, as in 8,64")
     return numbers
 
 
@@ -228,12 +226,12 @@ def push(
         say(f"wrote {where}/ ({', '.join(names)}); nothing was uploaded")
         return
     if out is not None:
-        raise ConfigError("--out is for --dry-run: a push leaves no folder")
+        raise ConfigError("--out goes with --dry-run: a push writes no folder")
     done = push_run(run, repo, private=private, **options)
     if done.changed:
         say(f"{done.url} is at commit {done.commit[:12]}")
     else:
-        say(f"{done.url} has all of it already, at commit {done.commit[:12]}: nothing changed")
+        say(f"{done.url} is already up to date, at commit {done.commit[:12]}")
 
 
 def init(

@@ -63,7 +63,7 @@ def status(
     url: RedisUrl = None,
     once: Annotated[bool, typer.Option("--once", help="Print it once, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
 ) -> None:
     """Show trainer, actors, rates, lag, backlog, ages and drops, live."""
     from rich.live import Live
@@ -113,14 +113,14 @@ def launch(
         Path | None, typer.Option(help="Stop the launched run in this folder, with a checkpoint.")
     ] = None,
     attach: Annotated[
-        Path | None, typer.Option(help="Show what the launched run in this folder says.")
+        Path | None, typer.Option(help="Show the output of the launched run in this folder.")
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Leave it running in the background.")
     ] = False,
     write: Annotated[
         str | None,
-        typer.Option(help="Start nothing: print a job file, `slurm` or `kuberay`, that does."),
+        typer.Option(help="Print a job file for `slurm` or `kuberay` instead of starting."),
     ] = None,
 ) -> None:
     """Train a run with all its processes: trainer, servers and actors, on a Ray cluster or here."""
@@ -133,10 +133,10 @@ def launch(
         run = None
     named = [folder for folder in (resume, stop, attach) if folder is not None]
     if len(named) + (run is not None) > 1:
-        raise ConfigError("give one of a run file, --resume, --stop and --attach")
+        raise ConfigError("give a run file, --resume, --stop or --attach, and only one of them")
     if write is not None:
         if named or detach or run is None:
-            raise ConfigError("--write takes a run file, and nothing else that starts or stops one")
+            raise ConfigError("--write needs a run file, and no other action")
         typer.echo(attaching.job_file(write, run, settings, out=out), nl=False)
     elif stop is not None:
         attaching.stop(stop)

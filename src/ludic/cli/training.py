@@ -39,7 +39,7 @@ def train(
 
     settings = list(overrides or [])
     if asynchronous and resume is not None:
-        raise ConfigError("--resume continues the run as it began: leave --async out")
+        raise ConfigError("--resume continues a run as it was started: leave --async out")
     if asynchronous and run is not None and find_run(run, settings)[0].pipeline is None:
         settings.insert(0, "pipeline={}")
     if resume is None:

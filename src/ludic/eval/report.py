@@ -236,7 +236,7 @@ class EvalReport:
         if not self.knows_success:
             raise ConfigError(
                 f"{what} of {self.name!r} is not known: the environment names no ending that "
-                'counts. Let it say one (`info={"result": "right"}`), and name that in '
+                'counts. Let it report one (`info={"result": "right"}`), and name that in '
                 "eval.outcomes; or set eval.success_above to a reward; in a script, pass "
                 "run_eval(success=…)"
             )

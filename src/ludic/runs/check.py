@@ -44,7 +44,7 @@ def check_parts(config: RunConfig) -> None:
         check_pipeline(config)
     if config.cluster is not None and not config.training.resumable:
         raise ConfigError(
-            "training.resumable=false does not go with [cluster]: a trainer that is started again "
+            "training.resumable=false cannot be used with [cluster]: a trainer that is restarted "
             "resumes from its last checkpoint"
         )
     _check_workers(config)

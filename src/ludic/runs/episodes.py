@@ -185,12 +185,12 @@ def rows_of(spec: EnvSpec) -> int:
         count = getattr(env, "num_rows", None)
         if count is None:
             raise ConfigError(
-                f'eval.episodes="all" plays each row of a dataset once, and {spec.kind!r} has no '
-                "rows to go through: set a number"
+                f'eval.episodes="all" plays each row of a dataset once, but {spec.kind!r} has '
+                "no rows: set a number"
             )
         if getattr(env, "index", None) is not None:
             raise ConfigError(
-                f'eval.episodes="all" plays each row of a dataset once, and {spec.kind!r} has '
+                f'eval.episodes="all" plays each row of a dataset once, but {spec.kind!r} has '
                 "one, by its index: set eval.episodes to a number, or leave out index"
             )
         return int(count())

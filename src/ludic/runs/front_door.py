@@ -46,7 +46,7 @@ def sft(env: Any, **settings: Any) -> Run:
     if settings.get("sft") is None:
         raise ConfigError("give the cold start as sft={'teacher': function} or sft={'data': file}")
     if settings.pop("steps", None):
-        raise ConfigError("steps are those of the reinforcement: set sft={'steps': …}")
+        raise ConfigError("steps= is the number of RL updates: set sft={'steps': …}")
     return _made(env, {**settings, "steps": 0}).go()
 
 
@@ -130,7 +130,7 @@ def _finished(run: Run) -> Run:
 
 def _refuse(settings: dict[str, Any], run: str) -> None:
     if settings:
-        raise ConfigError(f"{run} has its own settings: {min(settings)}= cannot be given, too")
+        raise ConfigError(f"{run} has its own settings: {min(settings)}= cannot be given as well")
 
 
 def _subject(

@@ -230,13 +230,13 @@ def _plan_that_fits(config: RunConfig, shape: ModelShape, device: torch.device, 
 
 def _refused(config: RunConfig, plan: Plan, free: int, why: str) -> OutOfMemoryError:
     advice = remedies(plan, free, config.training.max_seq_len)
-    helps = "".join(f"\n  {remedy}" for remedy in advice) or "\n  nothing here: it is too large"
+    helps = "".join(f"\n  {remedy}" for remedy in advice) or "\n  nothing: the model is too large"
     table = indent(plan.table(free), "  ")
     place = "the GPU" if plan.training.device == "cuda" else "this machine"
     return OutOfMemoryError(
         f"{why} into {place}'s memory: {config.model.name}, {plan.shape.parameters / 1e9:.3g}B "
-        f"parameters in {plan.training.precision}\n{table}\nwhat would make it fit, "
-        f"each line by itself:{helps}"
+        f"parameters in {plan.training.precision}\n{table}\n"
+        f"any one of these would make it fit:{helps}"
     )
 
 

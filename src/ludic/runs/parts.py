@@ -175,7 +175,7 @@ class RunParts:
     @Part
     def client(self) -> ChatClient:
         if self.config.inference.backend != "local":
-            raise ConfigError("with inference.backend='vllm' there is a client once the run goes")
+            raise ConfigError("with backend='vllm' the client is made when the run starts")
         several = self.ranks.several
         if several and not samples(self.config):
             return NoSampler()
@@ -193,8 +193,8 @@ class RunParts:
         if isinstance(client, VLLMChatClient):
             return BroadcastPolicyPublisher(client)
         raise ConfigError(
-            f"{type(client).__name__} needs a publisher that gives it new weights: set "
-            "run.publisher, to None if it takes none"
+            f"{type(client).__name__} needs a publisher for new weights: set run.publisher, "
+            "to None if its weights never change"
         )
 
     @Part
@@ -295,7 +295,7 @@ class RunParts:
     @Part
     def trainer(self) -> Trainer:
         if self.ranks.several and self.parts.frozen is None:
-            raise ConfigError("on several ranks there is a trainer once the run goes")
+            raise ConfigError("on several ranks the trainer is made when the run starts")
         source = self.source if self.ranks.world.leads else None
         return self._trainer_of("rl", self.model, self.algorithm, source)
 

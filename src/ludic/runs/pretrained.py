@@ -61,7 +61,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{folder} holds no weights: has the run saved a checkpoint yet?")
+        raise ConfigError(f"{folder} has no weights: has the run saved a checkpoint yet?")
     try:
         state = {name: tensor for file in files for name, tensor in load_file(file).items()}
     except SafetensorError as exc:

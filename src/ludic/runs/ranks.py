@@ -179,7 +179,7 @@ class NoSampler(ChatClient):
 
     async def complete_tokens(self, request: object) -> NoReturn:
         raise ConfigError(
-            "this run only imitates, and on several ranks it has no sampler: evaluate its "
+            "this run has no RL, and on several ranks no sampler: evaluate its "
             "checkpoint with `ludic eval`"
         )
 

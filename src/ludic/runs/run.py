@@ -25,7 +25,7 @@ from ludic.runs.storage import RunFolder
 
 
 class Run(RunParts):
-    """One training run: evaluation, cold start, reinforcement, each followed by an evaluation.
+    """One training run: evaluation, cold start, RL, each followed by an evaluation.
 
     The arguments are the sections of a run file, each a dict or an object, and a few shortcuts:
     `parser`, `steps`, `learning_rate`, `seed`, `name` and `out`, the run folder to make. Where a

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class Stages:
-    """Takes a run through its stages: evaluation, cold start, reinforcement, each followed by an
+    """Takes a run through its stages: evaluation, cold start, RL, each followed by an
     evaluation. Those that the folder shows to have finished are skipped."""
 
     def __init__(self, run: RunParts) -> None:
@@ -84,7 +84,7 @@ class Stages:
                     if not run.resumed:
                         folder.abandon()
                     if folder.path.exists():
-                        say(f"what the run has so far stays; {how_to_resume(config, folder.path)}")
+                        say(f"the run folder is kept; {how_to_resume(config, folder.path)}")
                     raise
 
     async def _lead(self) -> None:
@@ -177,10 +177,10 @@ class Stages:
         return trainer.version
 
     async def reinforce(self, version: int) -> None:
-        """Trains the reinforcement, from this version of the policy on."""
+        """Trains with RL, from this version of the policy on."""
         training, run = self.config.training, self.run
         updates = f"{training.steps} updates of {training.rollouts_per_update} episodes"
-        say(f"reinforcement: {updates}, {run.algorithm.name}")
+        say(f"RL: {updates}, {run.algorithm.name}")
         await asyncio.to_thread(run.scoring.take_start)
         async with (
             run.pipeline or nullcontext(),

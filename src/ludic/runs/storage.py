@@ -61,8 +61,8 @@ class RunFolder:
         name = config.run.name
         if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
             raise ConfigError(
-                f"run.name={name!r} becomes the name of a folder, and must be one: without '/'. "
-                "run.folder and --out (out=) say where a run is kept"
+                f"run.name={name!r} becomes a folder's name, so it cannot contain '/': "
+                "choose the place with run.folder or --out (out=)"
             )
         if path is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -74,7 +74,7 @@ class RunFolder:
         of the Python modules that the run names."""
         path = self.path
         exists = ConfigError(
-            f"{path} exists already: name another with --out (out=), or resume it with "
+            f"{path} exists already: choose another with --out (out=), or resume it with "
             f"`ludic train --resume {path}`"
         )
         if os.path.exists(path) and (not path.is_dir() or any(path.iterdir())):
@@ -86,7 +86,7 @@ class RunFolder:
         except FileExistsError:
             raise exists from None
         except OSError as exc:
-            raise ConfigError(f"cannot make the run folder {path}: {exc.strerror}") from exc
+            raise ConfigError(f"cannot create the run folder {path}: {exc.strerror}") from exc
         self.write_json("run.json", config.plain())
         self.write_json("origin.json", {**origin(), "run_file_folder": str(modules.resolve())})
 
@@ -225,7 +225,7 @@ def locked(folder: Path) -> Iterator[None]:
         holder = _read(file)
         if holder and holder.get("boot") != me["boot"] and holder.get("host") != me["host"]:
             raise ConfigError(
-                f"{_who(folder, holder)}, where it cannot be seen from here: if it has ended, "
+                f"{_who(folder, holder)}, which cannot be seen from this host: if it has ended, "
                 f"remove {path}"
             )
         _write(file, json.dumps(me))
@@ -324,7 +324,7 @@ def note_env_sources(config: RunConfig, folder: RunFolder) -> str | None:
     files = [str(sources[name][1]) if name in sources else name for name in changed]
     return (
         f"the environments' code changed since this run was last started, in "
-        f"{', '.join(files)}: what was trained and measured before belongs to the old code"
+        f"{', '.join(files)}: earlier results are from the old code"
     )
 
 

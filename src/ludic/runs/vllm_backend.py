@@ -169,7 +169,7 @@ async def _start(
         tokenizer.save_pretrained(where)
 
     taking = "" if share is None else f" with {share:.1%} of the GPU's memory"
-    say(f"starting a vLLM server for this run{taking}; that takes a minute")
+    say(f"starting a vLLM server for this run{taking}; this takes a minute")
     saving = asyncio.create_task(asyncio.to_thread(save))
     stack.push_async_callback(asyncio.wait, {saving})  # a thread goes on when it is cancelled
     await asyncio.shield(saving)
@@ -256,8 +256,8 @@ def check_publishing(config: RunConfig) -> None:
         listed = section.servers if isinstance(section.servers, list) else []
         reached = own_address((listed or ["http://127.0.0.1"])[0])
         raise ConfigError(
-            f"inference.publish_address={section.publish_address!r} is no address of this machine "
-            f"({why}): try {reached!r}, or leave it out"
+            f"inference.publish_address={section.publish_address!r} is not one of this machine's "
+            f"addresses ({why}): try {reached!r}, or leave it out"
         )
     port, host = section.publish_port, section.publish_address or "127.0.0.1"
     if port is not None and launched().leads and (why := refusal_to_bind(host, port)):

@@ -167,7 +167,7 @@ def test_a_run_trains_with_a_server_of_its_own_which_ctrl_c_ends_with_it(tmp_pat
         assert any(served & set(words) for words in working_in(tmp_path))
         process.send_signal(signal.SIGINT)
         process.wait(600)
-    assert "starting a vLLM server for this run; that takes a minute" in said.read_text()
+    assert "starting a vLLM server for this run; this takes a minute" in said.read_text()
     check(updates(run))
     log = (run / "vllm/server.log").read_text()
     assert "'max_model_len': 512" in log

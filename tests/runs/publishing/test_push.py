@@ -290,7 +290,7 @@ def test_a_damaged_checkpoint_is_not_published(run_folder: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["keys", "me/keys/more", "https://hub/me/keys", ""])
 def test_a_name_that_is_none_on_the_hub(run_folder: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="is no name on the hub: give owner/name"):
+    with pytest.raises(ConfigError, match="is not a name on the hub: give owner/name"):
         write_push(run_folder, name, tmp_path / "out")
 
 

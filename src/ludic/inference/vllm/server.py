@@ -258,14 +258,14 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
     )
     parser.add_argument("--model", required=True, help="a folder or a name on the hub")
     parser.add_argument("--served-model-name", dest="served_name", help="the name that clients use")
-    parser.add_argument("--host", default="127.0.0.1", help="beyond loopback, give a --key-file")
-    parser.add_argument("--key-file", help="a file with the key that every request has to give")
+    parser.add_argument("--host", default="127.0.0.1", help="if not loopback, also set --key-file")
+    parser.add_argument("--key-file", help="a file with the key that every request must send")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(
         "--pass-on",
         metavar="ADDRESS",
-        help="pass weights on to other machines from this address (with or without a port), or "
-        "from that by which the trainer is reached (auto)",
+        help="relay weights to other machines from this address, with or without a port; auto: "
+        "the address that reaches the trainer",
     )
     parser.add_argument("--dtype", help="default: float32 on the CPU build, else the model's")
     parser.add_argument("--max-model-len", type=int)
@@ -274,11 +274,11 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
     parser.add_argument("--gpu-memory-utilization", type=float)
     parser.add_argument("--enforce-eager", dest="eager", action="store_true", default=None)
     parser.add_argument(
-        "--no-live-updates", dest="live_updates", action="store_false", help="serve only"
+        "--no-live-updates", dest="live_updates", action="store_false", help="take no new weights"
     )
     parser.add_argument("--max-lora-rank", type=int, help="take LoRA adapters up to this rank")
-    parser.add_argument("--max-loras", type=int, default=4, help="how many adapters at once")
-    parser.add_argument("--python", help="the Python that has vLLM; else LUDIC_VLLM_PYTHON")
+    parser.add_argument("--max-loras", type=int, default=4, help="most adapters at once")
+    parser.add_argument("--python", help="the Python with vLLM; default: LUDIC_VLLM_PYTHON")
     parser.add_argument("--log", help="where the server's output goes")
     parser.add_argument("--start-timeout-s", type=float, default=600.0)
     words = list(sys.argv[1:] if arguments is None else arguments)

@@ -110,8 +110,8 @@ def find_pipeline(
         )
     if url is None:
         raise PipelineError(
-            "which Redis? Give its URL with --url, in the environment variable "
-            f"{URL_VARIABLE}, or as pipeline.url; for a run that has started its own, name the "
+            "no Redis is known: give its URL with --url, in the environment variable "
+            f"{URL_VARIABLE}, or as pipeline.url; if the run has started its own, name the "
             "run's folder while it is running"
         )
     return PipelineConfig(url, name, patience_s=section.patience_s)
@@ -128,13 +128,13 @@ def where_it_stands(config: RunConfig, folder: Path) -> str:
     elif cold_start and "after_sft" not in done:
         what = "its cold start, or the evaluation after it"
     elif (folder / FILE).is_file():
-        return "it is in its reinforcement, with its actors"
+        return "it is in RL, with its actors"
     elif last_step(folder / "checkpoints" / "rl") < config.training.steps:
-        what = "it is before its reinforcement, or was stopped in it"
+        what = "RL has not begun, or was stopped"
         return f"{what} (`ludic train --resume` resumes it)"
     else:
-        return "it is in the evaluation after its reinforcement: its actors have left"
-    return f"it is in {what}, and its actors come with the reinforcement"
+        return "it is in the evaluation after RL: its actors have left"
+    return f"it is in {what}, and its actors start with RL"
 
 
 def last_step(folder: Path) -> int:

@@ -98,7 +98,7 @@ def _leave(folder: RunFolder) -> None:
             raise DeadlineError("the driver to begin", f"process {driver.pid}", BEGIN_S)
         time.sleep(0.2)
     name, path = command_name(), folder.path
-    say(f"it goes on in the background; watch it with: {name} launch --attach {path}")
+    say(f"running in the background; watch it with: {name} launch --attach {path}")
     say(f"stop it with: {name} launch --stop {path}")
 
 
@@ -118,7 +118,7 @@ def attach(path: Path) -> None:
         for _ in _while_driven(folder):
             logs.show()
     except KeyboardInterrupt:
-        say(f"it goes on; stop it with: {command_name()} launch --stop {path}")
+        say(f"still running; stop it with: {command_name()} launch --stop {path}")
 
 
 def stop(path: Path) -> None:
@@ -141,7 +141,7 @@ def _driven(path: Path) -> RunFolder:
     folder = RunFolder.open(path)
     if _state(folder) is None:
         raise ConfigError(
-            f"nobody drives the run in {path} at the moment: `ludic launch --resume {path}` does"
+            f"the run in {path} has no driver now: `ludic launch --resume {path}` starts one"
         )
     return folder
 
@@ -160,6 +160,6 @@ def _while_driven(folder: RunFolder) -> Any:
             state, heard = now, time.monotonic()
         elif time.monotonic() - heard > SILENT_S:
             who = "process {pid} on {host}".format_map(now["driver"])
-            raise LaunchError(f"the run's driver, {who}, was not heard of for {SILENT_S:g} s")
+            raise LaunchError(f"the run's driver, {who}, has been silent for {SILENT_S:g} s")
         yield now
         time.sleep(0.5)

@@ -256,7 +256,7 @@ class Launch:
             raise LaunchError(f"Redis ended {REDIS_RESTARTS + 1} times: see {redis.folder}")
         self._redis_restarts += 1
         redis.process.end()
-        sentence = f"redis ended with status {status}, and is started again"
+        sentence = f"redis ended with status {status}, and is restarted"
         try:
             redis.start()
         except (PipelineError, OSError) as exc:  # late, or ended again: the next tick sees that

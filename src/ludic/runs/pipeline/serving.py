@@ -23,12 +23,12 @@ def serve(arguments: Sequence[str]) -> int:
     """The command. What is not about registering goes to vLLM's server as it stands."""
     parser = argparse.ArgumentParser(prog="ludic serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--register", metavar="RUN", help="sample for this run: its folder or file")
-    parser.add_argument("--name", default="", help="what `ludic pipeline status` calls it")
+    parser.add_argument("--name", default="", help="its name in `ludic pipeline status`")
     parser.add_argument(
         *("--engine",),
         choices=("vllm", "local"),
         default="vllm",
-        help="local: Ludic's own engine, with the run's model",
+        help="local: Ludic's own engine, serving the run's model",
     )
     parser.add_argument("--pass-on", metavar="ADDRESS", help=argparse.SUPPRESS)  # vLLM's says it
     options, rest = parser.parse_known_args(list(arguments))
@@ -68,12 +68,12 @@ def serve(arguments: Sequence[str]) -> int:
     address, flags = where.parse_known_args(rest)
     if address.host in ("0.0.0.0", "::"):
         raise ConfigError(
-            f"--host {address.host} is no address that others reach: name the one of the network "
-            "that the run's machines share"
+            f"--host {address.host} cannot be reached by others: name this machine's address in "
+            "the network that the run's machines share"
         )
     if key is None and not address.host.startswith("127."):
         raise ConfigError(
-            f"--host {address.host} without a key would let anybody change the weights: register "
+            f"--host {address.host} without a key would let anyone change the weights: register "
             "with the run's folder, which has one, or name a file in inference.api_key_file"
         )
     port = address.port or vllm.free_port(address.host)

@@ -67,7 +67,7 @@ class RunPipeline:
     @property
     def lease(self) -> TrainerLease:
         if self._lease is None:
-            raise ConfigError("a run over Redis has its source and trainer once it goes")
+            raise ConfigError("over Redis, source and trainer are made when the run starts")
         return self._lease
 
     async def __aenter__(self) -> Self:
@@ -171,7 +171,7 @@ class RunPipeline:
             self._publisher.check()  # actors may wait for a version that will never come
         if self._tending is not None and self._tending.done() and not self._tending.cancelled():
             raise PipelineError(
-                f"nobody watches over the actors any more: {self._tending.exception()!r}"
+                f"the task that watches the actors failed: {self._tending.exception()!r}"
             ) from self._tending.exception()
         if self._watch is not None and not self._publishes():
             self._watch.check()

@@ -32,8 +32,8 @@ def make_curriculum(config: RunConfig, algorithm: RLAlgorithm, *, seed: int) -> 
             credit = algorithm.credit_assigner
             if not isinstance(credit, TrackedAdvantage):
                 raise ConfigError(
-                    "curriculum.kind='uncertain' goes by the values that an algorithm tracks, and "
-                    f"{config.algorithm.name!r} tracks none: set algorithm.name='spo', or "
+                    "curriculum.kind='uncertain' needs an algorithm that tracks values, and "
+                    f"{config.algorithm.name!r} does not: set algorithm.name='spo', or "
                     "curriculum.kind='target_solve_rate'"
                 )
             return UncertainTasks(
@@ -62,7 +62,7 @@ def _check_fit(config: RunConfig) -> None:
             )
     if config.training.past_opponents and section.kind != "mix":
         raise ConfigError(
-            f"training.past_opponents decides on the episodes itself: leave curriculum.kind="
+            f"training.past_opponents chooses the episodes itself: leave curriculum.kind="
             f"{section.kind!r} out"
         )
 

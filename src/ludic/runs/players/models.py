@@ -86,7 +86,7 @@ def check_vocabulary(own: Any, other: Any, where: str) -> None:
         if theirs.get(token) != number:
             raise ConfigError(
                 f"{where} has another tokenizer than the run's model (token {token!r} is {number} "
-                f"here and {theirs.get(token, 'not there')} there), so it cannot score its tokens: "
+                f"here and {theirs.get(token, 'missing')} there), so it cannot score its tokens: "
                 "choose a model of the same family"
             )
 
@@ -186,7 +186,7 @@ def check_players(config: RunConfig) -> None:
         seated |= set(_clients_in(config.eval.protocol.kwargs))
     if unused := names - seated:
         raise ConfigError(
-            f"player {min(unused)!r} takes no seat: name it in one, as in "
+            f"player {min(unused)!r} has no seat: name it in one, as in "
             f'protocol.kwargs.seats.X = {{ client = "{min(unused)}" }}'
         )
 

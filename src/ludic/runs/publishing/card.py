@@ -186,4 +186,4 @@ def _different(stated: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str,
 def check_repo(repo: str) -> None:
     """Raises if a name cannot be one on the hub."""
     if not _HUB_NAME.fullmatch(repo):
-        raise ConfigError(f"{repo!r} is no name on the hub: give owner/name")
+        raise ConfigError(f"{repo!r} is not a name on the hub: give owner/name")

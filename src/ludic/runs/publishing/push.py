@@ -291,10 +291,10 @@ def _explained(repo: str, revision: str) -> Iterator[None]:
 def _because(status: int | None, repo: str, revision: str, words: str) -> str:
     as_before = f"{revision!r} of {repo} is as it was before"
     reasons: dict[int, str] = {
-        401: "the hub does not know who asks: set HF_TOKEN to a token that may write, or log in "
+        401: "the hub needs a token: set HF_TOKEN to a token that may write, or log in "
         "with `hf auth login`",
-        403: f"the token may not write to {repo}: make one that may, or name a repository of yours",
-        404: f"there is no {repo} that this token may see",
+        403: f"the token may not write to {repo}: use one that may, or a repository of your own",
+        404: f"there is no {repo}, or this token may not see it",
         409: f"another change of {repo} came in between: push again",
         412: f"another change of {revision!r} came in between: push again",
         413: "the hub refuses files of this size",

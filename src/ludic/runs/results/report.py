@@ -50,7 +50,7 @@ class RunReport:
 
     def _stage(self, index: int) -> EvalReport:
         if not self.stages:
-            raise ConfigError("there is no evaluation yet: the run has not begun")
+            raise ConfigError("there is no evaluation yet: the run has not started")
         return list(self.stages.values())[index]
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ def conclude_unmeasured(
     for sentence in warnings:
         warn(sentence)
     say(f"\n{seconds:.0f} s. Everything is in {folder.path}/. No held-out episode was played:")
-    say(f"{command_name()} eval {folder.path}   plays them, on one rank")
+    say(f"{command_name()} eval {folder.path}   plays them on one rank")
 
 
 async def _show_an_episode(

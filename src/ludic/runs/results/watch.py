@@ -41,8 +41,8 @@ OUTCOME = "train/outcome/"
 
 
 _REWARDED = (
-    "the policy earns its reward by something else than what counts; look at episodes with a high "
-    "reward (`ludic view`), and change what the environment rewards"
+    "the policy is exploiting the reward; look at episodes with a high reward in `ludic view`, and "
+    "change what the environment rewards"
 )
 
 
@@ -140,8 +140,8 @@ class LearningWatch:
         collapsed = ENTROPY in first and fmean(last[ENTROPY]) < COLLAPSED * fmean(first[ENTROPY])
         if same and collapsed and self._short_of_best(last):
             signs[ENTROPY] = (
-                f"the policy stopped trying at a reward of {fmean(last[REWARD]):+.2f}, where "
-                f"{max(self._values[BEST]):+.2f} was seen: its entropy fell to "
+                f"the policy stopped exploring at a reward of {fmean(last[REWARD]):+.2f} (the best "
+                f"episode got {max(self._values[BEST]):+.2f}): its entropy fell to "
                 f"{fmean(last[ENTROPY]):.3g} nats per token, from {fmean(first[ENTROPY]):.3g}, and "
                 f"in {fmean(last[SAME]):.0%} of the groups every episode got the same reward; "
                 f"start again with a tenth of training.learning_rate (now "
@@ -258,8 +258,8 @@ def doubtful(config: RunConfig, model: Any = None, template: Any = None) -> list
         attempts = section.kwargs.get("max_attempts")
         if isinstance(attempts, int) and attempts > most:
             doubts.append(
-                f"{section.kind}: max_attempts={attempts}, but an episode is cut after "
-                f"training.max_steps={most} turns, as if nothing had been tried: raise max_steps"
+                f"{section.kind}: max_attempts={attempts}, but training.max_steps={most} cuts the "
+                "episode before the last attempt, and it earns nothing: raise max_steps"
             )
     if isinstance(template, HFChatTemplate) and template.tokenizer.eos_token_id is not None:
         end, sampling = template.end_token_id, config.inference.sampling
@@ -267,8 +267,8 @@ def doubtful(config: RunConfig, model: Any = None, template: Any = None) -> list
         ends = eos_ids(base_causal_lm(model), template.tokenizer).union(sampling.stop_token_ids)
         if end not in ends and spelled not in sampling.stop:
             doubts.append(
-                f"the chat template ends a message with {spelled!r}, at which sampling does not "
-                f"stop: inference.sampling.stop_token_ids = [{end}] stops it"
+                f"sampling does not stop at {spelled!r}, which ends a message in the chat "
+                f"template: set inference.sampling.stop_token_ids = [{end}]"
             )
     return doubts
 
@@ -282,12 +282,12 @@ def _without_effect(config: RunConfig) -> list[str]:
         "sft.examples": (
             sft,
             sft is not None and sft.data is not None,
-            "it is for a teacher, and all rows of sft.data are trained on",
+            "it applies to sft.teacher; with sft.data, all rows are used",
         ),
         "training.final_lr_ratio": (
             training,
             training.schedule == "constant",
-            'training.schedule="constant" keeps the learning rate as it is',
+            'training.schedule="constant" keeps the learning rate constant',
         ),
         "training.past_share": (
             training,
@@ -297,12 +297,12 @@ def _without_effect(config: RunConfig) -> list[str]:
         "reference.horizon": (
             reference,
             reference is not None and not reference.kl_in_reward,
-            "it is for reference.kl_in_reward, which is 0",
+            "it applies to reference.kl_in_reward, which is 0",
         ),
         "inference.deterministic": (
             inference,
             inference.backend == "vllm" and not local,
-            "it is for the in-process engine, and samples of vLLM depend on what else is sampled",
+            "it applies to the in-process engine; vLLM's samples depend on the rest of its batch",
         ),
     }
     doubts = []

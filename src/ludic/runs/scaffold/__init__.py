@@ -20,7 +20,7 @@ def write(name: str, where: Path, kind: str = "single") -> str:
     if kind not in KINDS:
         raise UnknownNameError("--kind", kind, KINDS)
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
-        raise ConfigError(f"{name!r} is no name for a Python package: use letters such as my_env")
+        raise ConfigError(f"{name!r} is not a valid package name: use one such as my_env")
     if name in list_envs():
         raise ConfigError(f"an environment {name!r} exists already: choose another name")
     folder = where / name

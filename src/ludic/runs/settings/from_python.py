@@ -170,7 +170,7 @@ class Tables:
             table = _described(env)
         if not isinstance(table, Mapping):
             raise ConfigError(
-                f"env={env!r} is no environment to make: give its class, a function that "
+                f"env={env!r} is not an environment: give its class, a function that "
                 "returns one, a name, an EnvSpec, or a list of those"
             )
         kind, kwargs = table.get("kind"), table.get("kwargs") or {}

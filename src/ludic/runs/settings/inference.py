@@ -12,7 +12,7 @@ from ludic.runs.settings.base import Address, Arguments, KeyedSection, Section
 
 
 class SamplingSection(Section):
-    """As in `SamplingConfig`; the defaults can be trained on. A completion ends with a text in
+    """How tokens are sampled, as in `SamplingConfig`. A completion ends with a text in
     `stop` or a token in `stop_token_ids`, or as the model ends it."""
 
     temperature: float = Field(default=1.0, ge=0)
@@ -46,7 +46,7 @@ OWN_FLAGS = {
 
 
 class VLLMSection(Section):
-    """For a vLLM server that is started for the run. `gpu_memory` is its share of the GPU's memory
+    """The vLLM server that is started for the run. `gpu_memory` is its share of the GPU's memory
     (left out, it is computed such that a trainer on the same GPU has room, and is vLLM's own
     default on another), `eager` leaves CUDA graphs out, `kv_cache_gib` is the CPU build's cache,
     and after `start_timeout_s` a server that is not healthy yet is given up. `flags` are any others

@@ -106,11 +106,11 @@ class OtherModelSection(KeyedSection):
 
 
 class ReferenceSection(OtherModelSection):
-    """The model to stay near. `model = "start"` is the policy as the reinforcement begins with it;
-    anything else is as in `[model]`, or a vLLM `server` (`served_name`: what it calls the model;
-    left out, its first one). The KL is in the loss by `kl_coeff` among the algorithm's arguments,
-    or in the reward by `kl_in_reward`, its coefficient; `horizon` says how far ahead a token is
-    charged for the KL."""
+    """The model that a KL term keeps the policy near. `model = "start"` is the policy at the start
+    of RL; anything else is as in `[model]`, or a vLLM `server` (`served_name`: what it calls the
+    model; left out, its first one). The KL is in the loss by `kl_coeff` among the algorithm's
+    arguments, or in the reward by `kl_in_reward`, its coefficient; `horizon` says how far ahead a
+    token is charged for the KL."""
 
     kl_in_reward: float = Field(default=0.0, ge=0)
     horizon: Literal["token", "turn", "rollout"] = "rollout"
@@ -129,8 +129,8 @@ Teachers: TypeAlias = Annotated[list[TeacherSection], BeforeValidator(as_list)]
 
 
 class PlayerSection(OtherModelSection):
-    """Another model that plays in the run's episodes and is not trained: a seat of the protocol
-    takes it by its `name`, `client = "…"`. A `server` is vLLM (`api = "vllm"`), or any other with
+    """Another model that plays in the run's episodes and is not trained; a seat of the protocol
+    names it: `client = "…"`. A `server` is vLLM (`api = "vllm"`), or any other with
     OpenAI's completions, which is sent text; its `tokenizer` is named as a model is, or the run's.
     `temperature` and `max_tokens` are those of the run unless given."""
 
@@ -194,8 +194,8 @@ def teachers_by_env(teachers: Teachers, envs: Sequence[str]) -> Mapping[str, str
     rest = [i for i, t in enumerate(teachers) if not t.envs and not t.tasks]
     if len(rest) > 1:
         raise ConfigError(
-            f"teachers {rest[0] + 1} and {rest[1] + 1} both say neither `envs` nor `tasks`: say "
-            f"which is for what, as in envs = [{envs[0]!r}]"
+            f"teachers {rest[0] + 1} and {rest[1] + 1} both have neither `envs` nor `tasks`: "
+            f"say which is for what, as in envs = [{envs[0]!r}]"
         )
     by_env: dict[str, str] = {}
     for env in envs:

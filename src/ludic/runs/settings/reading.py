@@ -108,7 +108,7 @@ def override_key(override: str) -> str:
     if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key.strip()):
         raise ConfigError(
             f"override {override!r} is not of the form section.key=value, "
-            "for example training.learning_rate=1e-5"
+            "such as training.learning_rate=1e-5"
         )
     return key.strip()
 

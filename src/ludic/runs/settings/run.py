@@ -58,7 +58,7 @@ class TrainingSection(Section):
     `concurrency` and the deadlines hold for all episodes of the run, those of its evaluation and
     its teacher too. With `workers`, the episodes that are trained on are played in so many further
     processes, for environments that compute much and runs that Python holds up; what is sampled
-    stays the same. `lost_member` is what becomes of a group when one of its episodes fails.
+    stays the same. `lost_member` says what happens to a group if one of its episodes fails.
     `filters` leave turns out of the training: a name (`"drop_truncated"`), a table with its `kind`
     and arguments (`{ kind = "drop_overlong", max_seq_len = 512 }`), or a function of a sample
     (`"module:function"`). With `dynamic_sampling`, groups without variance in their rewards are
@@ -136,7 +136,7 @@ class SFTSection(Section):
 
 
 class EvalSection(Section):
-    """Held-out episodes; `every = 0` evaluates only at the stages' ends. `env` and `protocol` are
+    """Held-out episodes; `every = 0` evaluates only when a stage ends. `env` and `protocol` are
     those of the training unless given: a player that learns from itself is measured against
     others. `outcomes` are the endings to report, as the environment calls them, the one that
     counts first: its rate is the headline. For an environment without endings of its own, an
@@ -235,7 +235,7 @@ SCHEMA = 1
 
 
 class RunSection(Section):
-    """Which run this is, and where it is kept. The same `seed` and `threads` on a CPU give the
+    """The run's name, seed and place. The same `seed` and `threads` on a CPU give the
     same run, to the bit; without `threads`, torch takes as many as there are cores. `imports` are
     modules to import first: what they register can then be named."""
 
