@@ -183,6 +183,31 @@ class TestXml:
         assert xml_tag_parser is xml_parser
 
 
+THOUGHT = [
+    ("<think>Maybe {a}.</think> I cannot say.", None),
+    ("<think>Maybe {a}.</think>", None),
+    ("<think>Maybe {a}.", None),
+    ("Maybe {a}.</think> I cannot say.", None),
+    ("<think>Maybe {b}.</think> It is {a}.", "a"),
+    ("Maybe {b}.</think> It is {a}.", "a"),
+    ("<think>Maybe {b}.</think>{a}<think>Or {b}?</think>\n", "a"),
+    ("{a}", "a"),
+]
+"""Texts with two forms of an answer, and which of them the text answers with."""
+
+
+@pytest.mark.parametrize(("text", "action"), THOUGHT)
+def test_what_stands_only_in_the_thinking_is_no_answer(text: str, action: str | None) -> None:
+    boxes = text.replace("{a}", "\\boxed{a}").replace("{b}", "\\boxed{b}")
+    tags = text.replace("{a}", "<move>a</move>").replace("{b}", "<move>b</move>")
+    assert boxed_parser()(boxes).action == action
+    assert xml_parser("move")(tags).action == action
+
+
+def test_the_thinking_itself_can_be_read_by_its_tag() -> None:
+    assert xml_parser("think")("<think>B2</think> So be it.").action == "B2"
+
+
 class TestThinkPrefix:
     @pytest.mark.parametrize(
         ("text", "action"),

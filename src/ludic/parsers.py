@@ -80,8 +80,8 @@ def xml_parser(
     """The action stands in `<tag>…</tag>`.
 
     With `exact` the answer is that one block and nothing else. Without, text may surround it and
-    the last block counts; an opening tag after it that is never closed is a failure, since the
-    model had not finished changing its mind.
+    the last block outside of `<think>…</think>` counts; an opening tag after it that is never
+    closed is a failure, since the model had not finished changing its mind.
     """
     if not re.fullmatch(r"[A-Za-z_][\w.-]*", tag):
         raise ConfigError(
@@ -90,6 +90,8 @@ def xml_parser(
     opening, closing = f"<{tag}>", f"</{tag}>"
 
     def read(text: str) -> str:
+        if not exact and tag != "think":
+            text = _answer(text)
         head, closed, after = text.rpartition(closing)
         before, opened, inner = head.rpartition(opening)
         if not closed:
@@ -160,10 +162,11 @@ def last_boxed(text: str) -> str | None:
 
 @remembered("boxed")
 def boxed_parser(*, success_reward: float = 0.0, error_reward: float = -0.1) -> Parser:
-    """The action is what stands in the last `\\boxed{…}`, nested braces included."""
+    """The action is what stands in the last `\\boxed{…}` outside of `<think>…</think>`, nested
+    braces included."""
 
     def read(text: str) -> str:
-        inner = last_boxed(text)
+        inner = last_boxed(_answer(text))
         if inner is None:
             raise _Unreadable("No closed \\boxed{...} at the end: put your answer in one.")
         return _filled(inner, "\\boxed{} was empty: put your answer in it.")
@@ -295,6 +298,14 @@ def _filled(text: str, otherwise: str) -> str:
     if not stripped:
         raise _Unreadable(otherwise)
     return stripped
+
+
+def _answer(text: str) -> str:
+    """The last that is said outside of `<think>…</think>`: what a model considers is no answer."""
+    start, closed, rest = text.partition("</think>")
+    prefilled = closed and "<think>" not in start
+    said = re.split("(?s)<think>.*?(?:</think>|\\Z)", rest if prefilled else text)
+    return next((piece for piece in reversed(said) if piece.strip()), "")
 
 
 def _unfenced(text: str) -> str:
