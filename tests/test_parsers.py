@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.errors import ConfigError, UnknownNameError
+from ludic.errors import AgentError, ConfigError, UnknownNameError
 from ludic.parsers import (
     Parser,
     ParseResult,
@@ -206,6 +206,22 @@ def test_what_stands_only_in_the_thinking_is_no_answer(text: str, action: str | 
 
 def test_the_thinking_itself_can_be_read_by_its_tag() -> None:
     assert xml_parser("think")("<think>B2</think> So be it.").action == "B2"
+
+
+@pytest.mark.parametrize(
+    ("result", "fault"),
+    [
+        ({"action": 5}, "action is text or None"),
+        ({"action": "a", "obs": b"no"}, "obs is text or None"),
+        ({"action": "a", "reward": float("nan")}, "finite"),
+        ({"action": None, "reward": -1e301}, "finite"),
+    ],
+)
+def test_a_parsers_own_result_must_be_text_and_a_finite_reward(
+    result: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(AgentError, match=fault):
+        ParseResult(**result)
 
 
 class TestThinkPrefix:

@@ -20,9 +20,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ludic.errors import ConfigError
+from msgspec.structs import force_setattr
+
+from ludic.errors import AgentError, ConfigError
 from ludic.plumbing.given import remembered
 from ludic.plumbing.records import Record
+from ludic.plumbing.text import clean_text
 from ludic.registry import PARSERS
 
 
@@ -32,6 +35,15 @@ class ParseResult(Record, frozen=True):
     action: str | None
     reward: float = 0.0
     obs: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, text in (("action", self.action), ("obs", self.obs)):
+            if not isinstance(text, str | None):
+                raise AgentError(f"a parser's {name} is text or None, not as in {self}")
+            if text and not text.isascii():  # it can be stored, as the model's text could
+                force_setattr(self, name, clean_text(text))
+        if not abs(float(self.reward)) <= 1e300:  # rewards are added up
+            raise AgentError(f"a parser's reward is finite, far from the largest, not as in {self}")
 
 
 Parser: TypeAlias = Callable[[str], ParseResult]
