@@ -29,7 +29,7 @@ GROUP = 8
 def readme_text() -> str:
     """The `gsm8k.toml` in the README."""
     text = README.read_text(encoding="utf-8")
-    match = re.search(r"with this `gsm8k\.toml`:\n+```toml\n(.*?)```", text, re.DOTALL)
+    match = re.search(r"`gsm8k\.toml`[^\n]*:\n+```toml\n(.*?)```", text, re.DOTALL)
     if match is None:
         raise SystemExit(f"{README} has no gsm8k.toml")
     return match[1]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.errors import ConfigError, UnknownNameError
+from ludic.errors import AgentError, ConfigError, UnknownNameError
 from ludic.parsers import (
     Parser,
     ParseResult,
@@ -181,6 +181,48 @@ class TestXml:
 
     def test_both_names_are_the_same_parser(self) -> None:
         assert xml_tag_parser is xml_parser
+
+
+THOUGHT = [
+    ("<think>Maybe {a}.</think> I cannot say.", None),
+    ("<think>Maybe {a}.</think>", None),
+    ("<think>Maybe {a}.", None),
+    ("Maybe {a}.</think> I cannot say.", None),
+    ("<think>Maybe {b}.</think> It is {a}.", "a"),
+    ("Maybe {b}.</think> It is {a}.", "a"),
+    ("<think>Maybe {b}.</think>{a}<think>Or {b}?</think>\n", "a"),
+    ("{a} <think>Or {b}?</think> I am sure.", "a"),
+    ("{a}", "a"),
+]
+"""Texts with two forms of an answer, and which of them the text answers with."""
+
+
+@pytest.mark.parametrize(("text", "action"), THOUGHT)
+def test_what_stands_only_in_the_thinking_is_no_answer(text: str, action: str | None) -> None:
+    boxes = text.replace("{a}", "\\boxed{a}").replace("{b}", "\\boxed{b}")
+    tags = text.replace("{a}", "<move>a</move>").replace("{b}", "<move>b</move>")
+    assert boxed_parser()(boxes).action == action
+    assert xml_parser("move")(tags).action == action
+
+
+def test_the_thinking_itself_can_be_read_by_its_tag() -> None:
+    assert xml_parser("think")("<think>B2</think> So be it.").action == "B2"
+
+
+@pytest.mark.parametrize(
+    ("result", "fault"),
+    [
+        ({"action": 5}, "action is text or None"),
+        ({"action": "a", "obs": b"no"}, "obs is text or None"),
+        ({"action": "a", "reward": float("nan")}, "finite"),
+        ({"action": None, "reward": -1e301}, "finite"),
+    ],
+)
+def test_a_parsers_own_result_must_be_text_and_a_finite_reward(
+    result: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(AgentError, match=fault):
+        ParseResult(**result)
 
 
 class TestThinkPrefix:

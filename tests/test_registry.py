@@ -129,6 +129,11 @@ def test_a_name_must_be_text(envs: Registry, name: Any) -> None:
         envs.register(name, dict)
 
 
+def test_an_object_in_the_place_of_a_name_is_told_to_take_one() -> None:
+    with pytest.raises(ConfigError, match=r"tool <function .*`register_tool`, and give"):
+        registry.get_tool(lambda text: text)  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_called_cannot_be_registered(envs: Registry) -> None:
     thing: Any = 3
     with pytest.raises(ConfigError, match="cannot be called"):

@@ -20,9 +20,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ludic.errors import ConfigError
+from msgspec.structs import force_setattr
+
+from ludic.errors import AgentError, ConfigError
 from ludic.plumbing.given import remembered
 from ludic.plumbing.records import Record
+from ludic.plumbing.text import clean_text
 from ludic.registry import PARSERS
 
 
@@ -32,6 +35,15 @@ class ParseResult(Record, frozen=True):
     action: str | None
     reward: float = 0.0
     obs: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, text in (("action", self.action), ("obs", self.obs)):
+            if text is not None and not isinstance(text, str):
+                raise AgentError(f"a parser's {name} is text or None, not as in {self}")
+            if text and not text.isascii():  # it can be stored, as the model's text could
+                force_setattr(self, name, clean_text(text))
+        if not abs(float(self.reward)) <= 1e300:  # rewards are added up
+            raise AgentError(f"a parser's reward is finite, far from the largest, not as in {self}")
 
 
 Parser: TypeAlias = Callable[[str], ParseResult]
@@ -80,8 +92,8 @@ def xml_parser(
     """The action stands in `<tag>…</tag>`.
 
     With `exact` the answer is that one block and nothing else. Without, text may surround it and
-    the last block counts; an opening tag after it that is never closed is a failure, since the
-    model had not finished changing its mind.
+    the last block outside of `<think>…</think>` counts; an opening tag after it that is never
+    closed is a failure, since the model had not finished changing its mind.
     """
     if not re.fullmatch(r"[A-Za-z_][\w.-]*", tag):
         raise ConfigError(
@@ -90,6 +102,8 @@ def xml_parser(
     opening, closing = f"<{tag}>", f"</{tag}>"
 
     def read(text: str) -> str:
+        if not exact and tag != "think":
+            text = _answer(text)
         head, closed, after = text.rpartition(closing)
         before, opened, inner = head.rpartition(opening)
         if not closed:
@@ -160,10 +174,11 @@ def last_boxed(text: str) -> str | None:
 
 @remembered("boxed")
 def boxed_parser(*, success_reward: float = 0.0, error_reward: float = -0.1) -> Parser:
-    """The action is what stands in the last `\\boxed{…}`, nested braces included."""
+    """The action is what stands in the last `\\boxed{…}` outside of `<think>…</think>`, nested
+    braces included."""
 
     def read(text: str) -> str:
-        inner = last_boxed(text)
+        inner = last_boxed(_answer(text))
         if inner is None:
             raise _Unreadable("No closed \\boxed{...} at the end: put your answer in one.")
         return _filled(inner, "\\boxed{} was empty: put your answer in it.")
@@ -295,6 +310,13 @@ def _filled(text: str, otherwise: str) -> str:
     if not stripped:
         raise _Unreadable(otherwise)
     return stripped
+
+
+def _answer(text: str) -> str:
+    """The text without `<think>…</think>`: what a model only considers is no answer."""
+    start, closed, rest = text.partition("</think>")
+    prefilled = closed and "<think>" not in start
+    return re.sub("(?s)<think>.*?(?:</think>|\\Z)", "", rest if prefilled else text)
 
 
 def _unfenced(text: str) -> str:

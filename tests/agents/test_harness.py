@@ -112,6 +112,11 @@ async def test_it_is_reminded_when_nothing_changes() -> None:
     reminded = [n for n, text in enumerate(heard) if "Nothing has changed for" in text]
     assert reminded == [3, 5], "after two walls more, and after two that could not be read"
     assert "for 4 steps" in heard[5]
+    said = {"remind_after": 1, "reminder": 'For {steps} steps: write {"to": …}.'}
+    agent = scripted_agent(script, HarnessAgent, notes=False, **said)
+    agent.on_env_reset("A wall.", {})
+    agent.on_after_step("A wall.", {})
+    assert agent.ctx.on_before_act()[-1]["content"].endswith('For 1 steps: write {"to": …}.')
     with pytest.raises(AgentError, match="remind_after=-1"):
         scripted_agent([""], HarnessAgent, remind_after=-1)
 

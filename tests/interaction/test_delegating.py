@@ -244,6 +244,12 @@ async def test_cancelling_closes_the_sub_agents_environments_too() -> None:
     assert children[0].closed == 1
 
 
+async def test_a_sub_agent_with_the_parents_name_is_refused() -> None:
+    protocol = DelegatingProtocol(thinker([move("x")]), {"agent": helper([move("y")])})
+    with pytest.raises(ProtocolError, match="named 'agent', as the parent is"):
+        await play(protocol)
+
+
 async def test_a_parent_that_cannot_call_tools_is_refused() -> None:
     protocol = DelegatingProtocol(lambda tools: scripted_agent([""]), {"helper": helper([""])})
     with pytest.raises(ProtocolError, match="cannot call tools"):

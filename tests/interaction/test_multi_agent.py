@@ -105,6 +105,18 @@ async def test_a_function_is_a_bot_and_may_be_async() -> None:
     assert rollouts["X"].terminated
 
 
+@pytest.mark.parametrize("action", [None, 5, b"1"])
+async def test_a_bot_whose_action_is_no_text_is_named(action: Any) -> None:
+    rollouts = await play(
+        {"left": scripted_agent([move("1")]), "right": lambda obs: action}, Duel()
+    )
+    assert (
+        rollouts["left"].error
+        == f"AgentError: the bot of 'right' gave {action!r}: an action is text"
+    )
+    assert len(rollouts["left"].agent_steps) == 1, "what the other said is kept"
+
+
 async def test_a_random_bot_meets_a_group_with_the_same_moves() -> None:
     async def moves(env_seed: int, sampling_seed: int) -> list[dict[str, str]]:
         env = Duel(6)

@@ -383,6 +383,24 @@ async def test_a_parser_with_a_reward_that_is_no_number_costs_its_episode() -> N
     assert rollout.total_reward == 0.0
 
 
+@pytest.mark.parametrize("returned", [None, "a", ("a", 1.0)])
+async def test_a_parser_that_returns_no_result_is_told_what_to_return(returned: Any) -> None:
+    rollout = await play(scripted_agent(["x"], parser=lambda text: returned), Countdown(1))
+    assert str(rollout.error).startswith("AgentError: act() of agent 'agent' must return")
+    assert str(rollout.error).endswith(f"ParseResult, not {returned!r}")
+    assert len(rollout.agent_steps) == 1
+
+
+async def test_an_act_that_forgets_its_result_is_told_what_to_return() -> None:
+    class Forgetful(Agent):
+        async def act(self) -> None:  # type: ignore[override]
+            await super().act()
+
+    rollout = await play(scripted_agent(["x"], Forgetful), Countdown(1))
+    assert "must return an ActResult" in str(rollout.error)
+    assert len(rollout.agent_steps) == 1
+
+
 async def test_a_parser_that_raises_costs_its_episode() -> None:
     def parser(text: str) -> ParseResult:
         raise IndexError("no such group")

@@ -321,6 +321,64 @@ async def test_a_context_that_was_full_is_where_the_record_ends() -> None:
     assert report.matches, str(report.divergence)
 
 
+class TwoAtOnceEnv(CounterEnv):
+    """Two agents count at the same time, and one of them is told much more than the other."""
+
+    agent_ids = active_agents = ("brief", "long")
+
+    def reset(self, *, seed: int | None = None) -> Mapping[str, tuple[Obs, Info]]:
+        return {"brief": ("Go.", {}), "long": ("Go. " + "Much to read. " * 40, {})}
+
+
+@pytest.mark.parametrize("with_template", [False, True])
+@pytest.mark.parametrize("room", [800, 1400])
+async def test_a_turn_that_a_full_context_ended_replays_with_its_reward_and_beside_others(
+    room: int, with_template: bool
+) -> None:
+    spelled = HFChatTemplate(tiny_tokenizer(), tool_parser=HermesToolParser())
+
+    def policy(call: ScriptedCall) -> str:
+        return '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+
+    client = ScriptedChatClient(policy, spelled, max_context_tokens=room)
+    kwargs = {"agent": "tool", "tools": ["calculator"], "parser": "text", "max_tool_rounds": 50}
+    asked = RolloutRequest(EnvSpec("two"), ProtocolSpec("multi_agent", kwargs), env_seed=1)
+    envs: Mapping[str, Any] = {"two": TwoAtOnceEnv}
+    running = RolloutEngine(envs, runtime=Runtime(client, spelled, "m"))
+    rollouts = await running.generate_rollouts([asked], 4, 1)
+    assert {r.truncation_reason for r in rollouts} == {"context_window"}
+    assert rollouts[0].total_reward == -0.1, "its calls used up the room"
+    assert len(rollouts[1].agent_steps) == (0 if room == 800 else 3)
+    spelled_again = spelled if with_template else None
+    report = await replay(rollouts, env_registry=envs, chat_template=spelled_again)
+    assert report.matches, str(report.divergence)
+    assert report.steps == sum(len(r.steps) for r in rollouts)
+
+
+async def test_a_turn_that_tool_calls_filled_before_a_compaction_replays() -> None:
+    spelled = HFChatTemplate(tiny_tokenizer(), tool_parser=HermesToolParser())
+
+    def policy(call: ScriptedCall) -> str:
+        if "Sum up." in call.tail(40):
+            return "Nothing yet."
+        return '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+
+    client = ScriptedChatClient(policy, spelled)
+    context = {"kind": "compacting", "window": 900, "summary_tokens": 40, "request": "Sum up."}
+    kwargs = {"agent": "tool", "tools": ["calculator"], "parser": "text", "max_tool_rounds": 50}
+    protocol = ProtocolSpec("single_agent", {**kwargs, "context": context})
+    asked = RolloutRequest(EnvSpec("counter"), protocol, env_seed=1)
+    envs: Mapping[str, Any] = {"counter": CounterEnv}
+    running = RolloutEngine(envs, runtime=Runtime(client, spelled, "m"))
+    [rollout] = await running.generate_rollouts([asked], 3, 1)
+    assert rollout.error is None
+    assert [s.info.get("compacted", False) for s in rollout.env_steps] == [False, True] * 2 + [
+        False
+    ]
+    report = await replay(rollout, env_registry=envs)
+    assert report.matches, str(report.divergence)
+
+
 async def test_an_episode_that_went_on_longer_than_it_did_is_a_divergence() -> None:
     [rollout] = await play(kwargs={"tries": 9}, max_steps=3)
     cut = replace(rollout, steps=rollout.steps[:-2])

@@ -133,6 +133,13 @@ def test_seats_of_one_episode_count_as_one_episode() -> None:
     assert rollout_statistics(seats)["episodes"] == 1
 
 
+def test_an_episode_has_failed_whichever_of_its_rollouts_did() -> None:
+    parent, child = make_rollout("p", [1.0]), make_rollout("c", [], parent="p", error="no")
+    for order in ([parent, child], [child, parent]):
+        stats = rollout_statistics([replace(r, episode_id="e") for r in order])
+        assert (stats["failed_episodes"], stats["failed_rate"]) == (1, 1.0)
+
+
 def test_where_nothing_was_sampled_or_all_failed_only_the_counts_are_there() -> None:
     assert rollout_statistics([]) == {"rollouts_sampled": 0}
     assert rollout_statistics([make_rollout("d", [9.0], error="no")]) == {

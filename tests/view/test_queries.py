@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ludic.eval import compare
 from ludic.eval.report import EvalReport
 from ludic.rollouts.storage import read_rollouts
+from ludic.types import AgentStep, EnvironmentStep, TokenTrace
 from ludic.view import queries
 from ludic.view.curves import CurveStore, thinned
 from ludic.view.export import rollout_html
@@ -177,6 +179,32 @@ def test_a_rollout_has_its_tokens_and_their_credit(index: RunIndex, run: RunPlac
     entropies = [e for call in calls for e in call["tokens"]["entropies"]]
     assert entropies == sorted(entropies)
     assert 0 < entropies[0] < entropies[-1] < 1
+
+
+def test_calls_of_one_turn_with_prompts_of_one_length_have_their_own_tokens(
+    tmp_path: Path,
+) -> None:
+    made = rollout("step-0/0/0", ["I take B2."])
+    first, outcome = made.steps
+    assert isinstance(first, AgentStep)
+    assert isinstance(outcome, EnvironmentStep)
+    prompt = ids("Your move?")
+    calls = [
+        replace(first, trace=TokenTrace(prompt, ids(text), (logprob,) * len(text)))
+        for text, logprob in (("I take B2.", -0.2), ("I take C3.", -0.3))
+    ]
+    made = replace(made, steps=(*calls, replace(outcome, agent_steps=(0, 1))))
+    folder = make_run(tmp_path / "run", [made])
+    place = RunPlace("run", folder.resolve(), folder.resolve())
+    index = RunIndex(place)
+    index.update()
+    with index.reading() as db:
+        page = rollout_page(place, db, made.id, None)
+    shown = [step["tokens"] for step in page["steps"] if step["kind"] == "agent"]
+    entropies = [entropy for tokens in shown for entropy in tokens["entropies"]]
+    assert len(entropies) == 20
+    assert entropies == sorted(entropies), "they grow along the update"
+    assert entropies[9] < entropies[10]
 
 
 def test_a_group_says_where_its_attempts_part(index: RunIndex, run: RunPlace) -> None:

@@ -116,6 +116,9 @@ class Agent(TurnTaker):
 
     async def call_model(self, tools: ToolRequest | None = None) -> ModelCall | None:
         """Samples one assistant message; None when its prompt leaves no room in the context."""
+        recorded = getattr(self.client, "is_full", None)  # as for compactions
+        if recorded and recorded(self.conversation_id, len(self._steps)):
+            return None
         call = await self.complete(tuple(self.ctx.on_before_act()), tools, self.previous_call)
         if call is not None:
             self.ctx.on_after_act(call.parsed.message)

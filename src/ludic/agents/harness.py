@@ -87,7 +87,7 @@ class HarnessAgent(ReActAgent):
         else:
             self._unchanged += 1
         if self.remind_after and self._unchanged and self._unchanged % self.remind_after == 0:
-            reminder = self.reminder.format(steps=self._unchanged)
+            reminder = self.reminder.replace("{steps}", str(self._unchanged))
             obs = f"{obs}\n\n{reminder}" if obs else reminder
         super().on_after_step(obs, info)
 

@@ -98,6 +98,8 @@ class DelegatingProtocol(InteractionProtocol):
     async def _play(self, family: list[Episode], episode: Episode) -> None:
         openings = await episode.reset()
         role = only_role(episode)
+        if role in self.sub_agents:  # credit would compare it with its caller
+            raise ProtocolError(f"a sub-agent is named {role!r}, as the parent is: rename it")
         track = episode.open_track(role)
         track.meta["depth"] = 0
         agent = self._make(self.parent, family, episode, track, depth=0)

@@ -7,8 +7,6 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from msgspec.structs import replace
-
 from ludic.agents.base_agent import ActResult, Agent
 from ludic.envs.env import LudicEnv
 from ludic.envs.runner import EnvRunner
@@ -22,6 +20,7 @@ from ludic.errors import (
 )
 from ludic.interaction.base import RunSpec
 from ludic.interaction.collector import AgentTrack
+from ludic.parsers import ParseResult
 from ludic.plumbing.text import TRACEBACK, clean_text, described, error_text, users_traceback
 from ludic.rewards import RewardSum
 from ludic.rewards.functions import attempt_of, score
@@ -189,29 +188,21 @@ def begin_agent(
 
 async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
     """Lets the agent act, and compact its dialogue before that; the model calls of a turn that
-    breaks off are kept. What its parser made of the text can be stored, as the text could."""
+    breaks off are kept."""
     try:
         if agent.compactor is not None and (info := await agent.compact()) is not None:
             track.add_compaction(agent.steps_of_turn, info)
         act = await agent.act()
-        if not abs(act.parse.reward) <= 1e300:  # rewards are added up
+        if not isinstance(act, ActResult) or not isinstance(act.parse, ParseResult):
             raise AgentError(
-                f"the parser of agent {track.agent_id!r} gave the reward {act.parse.reward!r}: it "
-                "must be a finite number, and far from the largest"
+                f"act() of agent {track.agent_id!r} must return an ActResult and its parser a "
+                f"ParseResult, not {act.parse if isinstance(act, ActResult) else act!r}"
             )
-        action, feedback = act.parse.action, act.parse.obs
-        if (not action or action.isascii()) and (not feedback or feedback.isascii()):
-            return act
-        cleaned = replace(act.parse, action=_cleaned(action), obs=_cleaned(feedback))
-        return replace(act, parse=cleaned)
+        return act
     except BaseException:
         compactor = agent.compactor
         track.add_interrupted(agent.steps_of_turn, info=compactor.info if compactor else None)
         raise
-
-
-def _cleaned(text: str | None) -> str | None:
-    return clean_text(text) if isinstance(text, str) else text
 
 
 def opening_of(openings: Openings, agent_id: AgentID) -> tuple[Obs, Info]:

@@ -244,7 +244,10 @@ class _Game:
         if isinstance(player, Agent):
             return await take_turn(player, track)
         action = player.act(track.obs)
-        return await action if inspect.isawaitable(action) else action
+        action = await action if inspect.isawaitable(action) else action
+        if not isinstance(action, str):
+            raise AgentError(f"the bot of {agent_id!r} gave {action!r}: an action is text")
+        return action
 
     async def _step(self) -> None:
         """Steps the environment, and tells every agent that it has an outcome for."""

@@ -103,6 +103,9 @@ class Registry:
 
         A name of the form `module:attribute` is imported.
         """
+        if not isinstance(name, str):
+            how = f"register it with `{self._register}`, and give the name"
+            raise ConfigError(f"{self.kind} {name!r}: a name must stand here; {how}")
         if is_given(name):
             return given(name, self.kind)  # type: ignore[no-any-return]
         entry, announced = self._entries.get(name), self._announced.get(name, ())

@@ -163,6 +163,7 @@ class Tape:
     """The recorded model calls of each conversation, to be taken in order."""
 
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        self._rollouts = {r.id: r for r in rollouts}
         self._calls = {r.id: list(r.agent_steps) for r in rollouts}
         self._next = dict.fromkeys(self._calls, 0)
         self._compactions = {r.id: _compactions(r) for r in rollouts}
@@ -183,6 +184,17 @@ class Tape:
         """The `info` of the compaction that the conversation's next call belongs to, if any."""
         of_conversation = self._compactions.get(conversation_id or "", {})
         return of_conversation.get(self._next.get(conversation_id or "", 0))
+
+    def is_full(self, conversation_id: str | None, calls: int) -> bool:
+        """Whether the model's context was full here, `calls` calls into a turn: the record has the
+        turn end without another one."""
+        rollout = self._rollouts.get(conversation_id or "")
+        if rollout is None or rollout.error is not None:
+            return False
+        made, number = self._calls[rollout.id], self._next[rollout.id]
+        if number == len(made):
+            return calls > 0 or rollout.truncation_reason is TruncationReason.CONTEXT_WINDOW
+        return calls > 0 and made[number].turn_index != made[number - 1].turn_index
 
     def call_at(self, rollout_id: str, number: int) -> AgentStep:
         """The recorded call at a place that `take` gave."""
@@ -213,6 +225,10 @@ class TapeClient:
     def compaction(self, conversation_id: str | None) -> Info | None:
         """As for an agent that asks whether its dialogue was compacted here."""
         return self._tape.compaction(conversation_id)
+
+    def is_full(self, conversation_id: str | None, calls: int) -> bool:
+        """As for an agent that asks whether its context was full here."""
+        return self._tape.is_full(conversation_id, calls)
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
         place = self._tape.take(request.conversation_id)

@@ -22,12 +22,13 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     reward; a curriculum has its stage, counted from 1."""
     if not rollouts:
         return {"rollouts_sampled": 0}
-    episodes = {r.episode_id or r.id: r.error is not None for r in rollouts}
+    episodes = {r.episode_id or r.id for r in rollouts}
+    failed = {r.episode_id or r.id for r in rollouts if r.error is not None}
     stats: dict[str, Any] = {
         "rollouts_sampled": len(rollouts),
         "episodes": len(episodes),
-        "failed_episodes": sum(episodes.values()),
-        "failed_rate": sum(episodes.values()) / len(episodes),
+        "failed_episodes": len(failed),
+        "failed_rate": len(failed) / len(episodes),
     }
     done = [r for r in rollouts if r.error is None]
     if not done:

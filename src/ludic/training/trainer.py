@@ -47,7 +47,7 @@ from ludic.training.metrics.stats import (
 )
 from ludic.training.types import Evaluates
 from ludic.training.update.budget import filled_in
-from ludic.training.update.checks import check_packing, check_split
+from ludic.training.update.checks import check_loss, check_packing, check_split
 from ludic.training.update.host_optimizer import make_optimizer
 from ludic.training.update.optimizer import clipped
 from ludic.training.update.passes import Passes, mini_batches
@@ -106,6 +106,7 @@ class Trainer:
             check_scored(source, model, cfg)
         self.model, self.source, self.publisher = model, source, publisher
         check_precision(cfg.precision, model, "TrainerConfig")
+        check_loss(algo.loss, model)
         self.policy = Policy(model, cfg, graphs=cfg.graphs and mesh is None)
         cost = attention_cost(model)
         device = next(model.parameters()).device

@@ -13,6 +13,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ludic.errors import LudicError
 from ludic.inference.tiny import byte_symbols
 from ludic.rollouts.lines import parse_line, read_block
@@ -149,17 +151,19 @@ def _tokens(
         "versions": versions,
         "trained": False,
     }
-    for record in trained:
-        place = record.at(step.turn_index, prompt, count)
-        if place is not None and count:
-            tokens |= {
-                "trained": True,
-                "update": record.update,
-                "weights": record.weights[place].tolist(),
-                "trainer_logprobs": record.logprobs[place].tolist(),
-                "entropies": record.entropies[place].tolist(),
-            }
-            break
+    places = [(r, at) for r in trained if (at := r.at(step.turn_index, prompt, count)) is not None]
+    if places and count:
+        # Calls of one turn may have prompts of one length, in several sequences: the sampler's
+        # log-probs tell which is whose.
+        sampled = np.array(trace.completion_logprobs or 0.0)
+        record, place = min(places, key=lambda p: float(abs(p[0].logprobs[p[1]] - sampled).sum()))
+        tokens |= {
+            "trained": True,
+            "update": record.update,
+            "weights": record.weights[place].tolist(),
+            "trainer_logprobs": record.logprobs[place].tolist(),
+            "entropies": record.entropies[place].tolist(),
+        }
     return tokens
 
 

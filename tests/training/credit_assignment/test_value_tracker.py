@@ -137,6 +137,16 @@ def test_tasks_of_two_environments_are_two_whatever_they_are_called() -> None:
     assert chances["x"] < chances["y"]
 
 
+def test_each_seat_of_a_task_is_measured_against_its_own_value() -> None:
+    tracker = BetaTracker(1.0, prior_value=0.5, prior_count=1.0)
+    credit = TrackedAdvantage(tracker, normalize=False)
+    game = [make_rollout(r, [v], task="t", agent=r) for r, v in (("X", 1.0), ("O", 0.0))]
+    assert credit.compute(game) == {("X", 0): 0.5, ("O", 0): -0.5}
+    again = {("X", 0): pytest.approx(0.25), ("O", 0): pytest.approx(-0.25)}
+    assert credit.compute(game) == again, "the first player wins, which each learned of itself"
+    assert tracker.value("t") == 0.5, "for the curriculum the task is as open as before"
+
+
 def test_a_single_advantage_is_not_normalised() -> None:
     credit = TrackedAdvantage().compute([make_rollout("a", [1.0], task="t")])
     assert credit == {("a", 0): 0.5}

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
+from ludic.training import CompositeLoss, ConstantCredit, EntropyBonus, RLAlgorithm, Trainer
+from ludic.training.types import Scope
 from ludic.training.update import checks
-from ludic.training.update.checks import check_packing, check_split
+from ludic.training.update.checks import check_loss, check_packing, check_split
 from ludic.training.update.packing import MicroBatch
 from ludic.training.update.policy import Policy
 
@@ -133,3 +135,47 @@ def test_a_token_that_is_seen_by_the_one_before_it_is_enough_to_refuse_a_model()
     embeddings.register_forward_hook(lambda _module, _inputs, out: out + 0.5 * out.roll(-1, 1))
     with pytest.raises(ConfigError, match="no causal language model"):
         check_split(model, CPU)
+
+
+class WithHead(nn.Module):
+    """A loss with a layer of its own."""
+
+    needs_logits = False
+    scope: Scope = "token"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 1)
+
+    def compute(self, policy: Any, batch: Any) -> Any:
+        raise AssertionError("it is never asked")
+
+
+class Holding:
+    """A loss that is no module, but holds one."""
+
+    needs_logits = False
+    scope: Scope = "token"
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    compute = WithHead.compute
+
+
+def test_a_loss_with_parameters_that_nothing_would_train_is_refused() -> None:
+    model = tiny_model()
+    for loss in (WithHead(), CompositeLoss((1.0, WithHead()), (0.1, EntropyBonus()))):
+        with pytest.raises(ConfigError, match=r"WithHead has the parameters \['head.weight'"):
+            check_loss(loss, model)
+    with pytest.raises(ConfigError, match=r"Holding has the parameters \['weight', 'bias'\]"):
+        check_loss(Holding(nn.Linear(2, 1)), model)
+    check_loss(WithHead().requires_grad_(False), model)
+    check_loss(Holding(model), model)
+    check_loss(EntropyBonus(), model)
+
+
+def test_a_trainer_refuses_a_loss_that_it_would_not_train() -> None:
+    algo = RLAlgorithm("own", ConstantCredit(), WithHead())
+    with pytest.raises(ConfigError, match="the trainer trains only the model's"):
+        Trainer(model=tiny_model(), algo=algo, batch_source=None)

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
+from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import CheckpointError, ConfigError, CreditError
 from ludic.rollouts.curricula import DrawnTasks
 from ludic.rollouts.requests import RolloutRequest
@@ -147,7 +148,8 @@ class BetaTracker:
 @dataclass(slots=True)
 class TrackedAdvantage:
     """r − v̂ of the rollout's `task_key` in its environment (`meta["env"]`, where a run has
-    several), normalised over the batch: (A − mean) / (std + `eps`).
+    several), normalised over the batch: (A − mean) / (std + `eps`). Where a task has several seats,
+    each has a value of its own; that of the task, over all of them, is for the curriculum.
 
     r is the return, with the interval `returns` mapped to [0, 1]; one outside of it is a
     `CreditError`. v̂ is the tracker's value before this batch, which is then taken in: so `compute`
@@ -168,16 +170,20 @@ class TrackedAdvantage:
         self.returns = bounds
 
     def compute(self, rollouts: Sequence[Rollout]) -> Credit:
-        outcomes: list[tuple[str, float]] = []
+        seats: list[tuple[str, float]] = []
+        tasks: list[tuple[str, float]] = []
         for rollout in rollouts:
             if rollout.task_key is None:
                 raise CreditError(
                     f"rollout {rollout.id!r} has no task_key, by which its value is tracked: set "
                     "RolloutRequest.task_key"
                 )
-            outcomes.append((_name(rollout.task_key, rollout.meta), self._mapped(rollout)))
-        advantages = [reward - self.tracker.value(key) for key, reward in outcomes]
-        self.tracker.update(outcomes)
+            task, reward = _name(rollout.task_key, rollout.meta), self._mapped(rollout)
+            alone = rollout.agent_id == SingleAgentEnv.agent_id
+            seats.append((task if alone else f"{task}/{rollout.agent_id}", reward))
+            tasks += [] if alone else [(task, reward)]
+        advantages = [reward - self.tracker.value(seat) for seat, reward in seats]
+        self.tracker.update(seats + tasks)
         if self.normalize and len(advantages) > 1:
             mean = math.fsum(advantages) / len(advantages)
             squares = math.fsum((a - mean) ** 2 for a in advantages)

@@ -24,12 +24,27 @@ from ludic.plumbing.model_parts import (
 from ludic.plumbing.precision import sampling_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWItem
+from ludic.training.types import Loss, parts_of
 from ludic.training.update.attention import CannotPack, forget_longer_rows
 from ludic.training.update.packing import MicroBatch, lay_out, pack
 from ludic.training.update.policy import Policy
 
 _log = logging.getLogger("ludic.training")
 _LARGEST_LOGIT = 100.0
+
+
+def check_loss(loss: Loss, model: nn.Module) -> None:
+    """Raises `ConfigError` for a loss with parameters of its own: only those of `model` are
+    trained."""
+    trained = set(map(id, model.parameters()))
+    for part in parts_of(loss):
+        held = (part, *getattr(part, "__dict__", {}).values())
+        named = [pair for m in held if isinstance(m, nn.Module) for pair in m.named_parameters()]
+        if own := [name for name, p in named if p.requires_grad and id(p) not in trained]:
+            raise ConfigError(
+                f"{type(part).__name__} has the parameters {own}, and the trainer trains only the "
+                "model's: make them part of the model, or freeze them with requires_grad_(False)"
+            )
 
 
 @contextmanager
