@@ -6,11 +6,9 @@ import asyncio
 import threading
 from collections import deque
 
-import numpy as np
-
 from ludic.errors import RequestRejectedError
 from ludic.inference.client import TokenCompletionRequest, completion_room
-from ludic.inference.local.prefix_store import PACKED, key_of_ids
+from ludic.inference.local.prefix_store import key_of_ids
 from ludic.types import are_ids
 
 
@@ -30,8 +28,8 @@ def checked_request(
         key = key_of_ids(ids) if are_ids(ids) else b""
     except OverflowError:  # an id of more than 32 bits
         key = b""
-    # `max` would take four times as long as `argmax`.
-    if not key or (packed := np.frombuffer(key, PACKED))[packed.argmax()] >= vocab:
+    # Not NumPy's `argmax`: it frees the GIL, at every request, whatever the length.
+    if not key or max(ids) >= vocab:
         i, token = next(
             (i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab
         )
