@@ -15,7 +15,7 @@ from ludic.eval import EvalReport
 from ludic.eval.report import EpisodeResult
 from ludic.plumbing.text import visible
 from ludic.runs.results.report import RunReport
-from ludic.runs.results.terminal import PlainConsole
+from ludic.runs.results.terminal import PlainConsole, plot_terminal
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\x08\r\u202e\ud800"
 
@@ -52,6 +52,22 @@ def test_a_run_shows_words_of_environments_and_models_harmlessly(
     assert "\x1b]0" not in said
     assert not {"\x07", "\x08", "\x9b", "\r", "\u202e", "\ud800"} & set(said)
     assert "\x1b[1m" in said, "the console's own colours stay"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_terminals_encoding_does_not_have_is_a_question_mark(encoding: str) -> None:
+    out = io.BytesIO()
+    file = io.TextIOWrapper(out, encoding=encoding, write_through=True)
+    PlainConsole(file=file, width=80).print("│ 正解 [b] reward")
+    assert out.getvalue() == b"? ?? [b] reward\n"
+
+
+def test_a_terminal_too_narrow_for_a_plot_has_one_column_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for columns in (1, 12):
+        monkeypatch.setattr("ludic.runs.results.terminal.console", PlainConsole(width=columns))
+        assert plot_terminal(([1, 2, 3], [0.0, 0.5, 1.0]), "reward").count("│") == 8
 
 
 def test_a_report_is_harmless_where_it_is_printed() -> None:

@@ -108,6 +108,10 @@ class TestRows:
         with pytest.raises(ConfigError, match=says):
             DatasetQAEnv(path=str(path)).env_reset(seed=0)
 
+    def test_a_mark_of_byte_order_is_no_part_of_the_first_row(self, jsonl: Path) -> None:
+        jsonl.write_text("\ufeff" + jsonl.read_text(encoding="utf-8"), encoding="utf-8")
+        assert DatasetQAEnv(path=str(jsonl)).num_rows() == 20
+
     def test_a_missing_file_is_said(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot be read"):
             DatasetQAEnv(path=str(tmp_path / "nothing.jsonl")).env_reset(seed=0)

@@ -33,6 +33,12 @@ def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path, text: str, 
         load_run(tmp_path / "run.toml")
 
 
+def test_a_mark_of_byte_order_is_no_part_of_a_run_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("\ufeff" + MINIMAL, encoding="utf-8")
+    assert load_run(path) == parse_run(MINIMAL)
+
+
 def test_an_override_that_is_nested_too_deeply_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'env\.kwargs\.x' is nested too deeply"):
         parse_run(MINIMAL, ["env.kwargs.x=" + "[" * 100_000])

@@ -116,7 +116,7 @@ def _read_jsonl(place: str, file: tuple[int, ...]) -> DatasetRows:
     """The file's rows. `file` tells it from others that are, or were, at the same place."""
     rows: list[Row] = []
     path = Path(place)
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

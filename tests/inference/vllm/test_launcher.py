@@ -9,8 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,11 +23,13 @@ from ludic.errors import ConfigError, InferenceError, MissingExtraError
 from ludic.inference.vllm import flags
 from ludic.inference.vllm import server as vllm_server
 from ludic.inference.vllm.server import (
+    FoundServer,
     ServerSettings,
     VLLMBuild,
     VLLMServer,
     command_line,
     environment,
+    find_server,
     parse,
 )
 from tests.inference.vllm.stand_in import all_end
@@ -267,3 +272,38 @@ def test_a_taken_port_is_said_before_anything_starts(
     taken = socket.create_server(("127.0.0.1", server.settings.port))
     with taken, pytest.raises(ConfigError, match="is in use"):
         server.start()
+
+
+def test_a_server_is_found_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with _answering(b'HTTP/1.0 200 OK\r\n\r\n{"data": [{"id": "a/model"}]}') as port:
+        assert find_server(port=port) == FoundServer(
+            f"http://127.0.0.1:{port}", "a/model", "a/model"
+        )
+
+
+def test_a_port_where_something_else_answers_has_no_server() -> None:
+    with (
+        _answering(b"SSH-2.0-OpenSSH_9.2\r\n") as port,
+        pytest.raises(InferenceError, match="no vLLM server answers"),
+    ):
+        find_server(port=port)
+
+
+@contextmanager
+def _answering(data: bytes) -> Iterator[int]:
+    """A port that gives one caller this answer, whatever it asks."""
+
+    def answer() -> None:
+        end, _ = listener.accept()
+        with end:
+            end.recv(65536)
+            end.sendall(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(10)
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()

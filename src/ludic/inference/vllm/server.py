@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields
+from http.client import HTTPException
 from pathlib import Path
 from typing import Literal, Self
 
@@ -55,6 +56,8 @@ exec 3<&0 </dev/null
 ) >/dev/null 2>&1 &
 exec "$@" 3<&-
 """
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""These servers are on this machine, or near: no proxy is asked for them."""
 
 
 class VLLMServer:
@@ -153,9 +156,8 @@ class VLLMServer:
         return process.returncode
 
     def _health(self) -> Literal["good", "dead", "unknown"]:
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with direct.open(f"{self.url}/health", timeout=5) as answer:
+            with _direct.open(f"{self.url}/health", timeout=5) as answer:
                 return "good" if answer.status == 200 else "unknown"
         except urllib.error.HTTPError as exc:  # 503: the engine is gone
             return "dead" if exc.code >= 500 else "unknown"
@@ -347,12 +349,12 @@ def find_server(
     vLLM's own, if there is one that serves `model`. Without a model, any will do."""
     url = f"http://{host}:{port or DEFAULT_PORT}"
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=timeout_s) as answer:
+        with _direct.open(f"{url}/v1/models", timeout=timeout_s) as answer:
             served = [
                 FoundServer(url, str(row["id"]), str(row.get("root") or row["id"]))
                 for row in json.load(answer)["data"]
             ]
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as exc:
         if port is None:
             return None
         raise InferenceError(

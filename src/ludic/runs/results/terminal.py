@@ -34,7 +34,8 @@ from ludic.types import AgentStep, Rollout, ToolCall
 
 class PlainConsole(Console):
     """What is shown is mostly the words of environments and models: their brackets are only
-    brackets, and their control characters are written out and not obeyed."""
+    brackets, their control characters are written out and not obeyed, and what the terminal's
+    encoding does not have becomes a question mark."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
@@ -46,7 +47,8 @@ class PlainConsole(Console):
             if segment.control:  # rich's own
                 yield segment
             else:
-                yield Segment(visible(segment.text), segment.style)
+                shown = visible(segment.text).encode(self.encoding, "replace")
+                yield Segment(shown.decode(self.encoding), segment.style)
 
 
 console = PlainConsole()
@@ -133,7 +135,7 @@ def plot_terminal(curve: Curve, title: str, *, height: int = 8) -> str:
     steps, values = curve
     if len(steps) < 2:
         return ""
-    width = min(console.width - 12, 68, len(values))
+    width = min(max(console.width - 12, 1), 68, len(values))
     course = smoothed(values)
     columns = [course[round(i * (len(course) - 1) / max(width - 1, 1))] for i in range(width)]
     low, high = min(columns), max(columns)

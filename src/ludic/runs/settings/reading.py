@@ -51,7 +51,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads and checks a run file, with `section.key=value` overrides applied."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as exc:
         raise ConfigError(f"cannot read the run file {path}: {exc.strerror or exc}") from exc
     except UnicodeDecodeError as exc:
