@@ -91,6 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("adapters")
         if mark and any(find_spec(package) is None for package in mark.args or ADAPTED):
             item.add_marker(absent)
+    _need_redis([item for item in items if item.get_closest_marker("redis")])
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if not wanted:
         return
@@ -99,6 +100,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanted:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def _need_redis(wanted: list[pytest.Item]) -> None:
+    """Without a redis-server they are skipped, with a word; `make test-pipeline` sets
+    LUDIC_NEEDS_REDIS, and then a missing server is a failure."""
+    if not wanted or os.environ.get("LUDIC_NEEDS_REDIS"):
+        return
+    from ludic.errors import PipelineError
+    from ludic.pipeline.local_redis import find_redis_server
+
+    try:
+        find_redis_server()
+    except PipelineError as exc:
+        for item in wanted:
+            item.add_marker(pytest.mark.skip(reason=str(exc)))
 
 
 @pytest.fixture

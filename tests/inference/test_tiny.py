@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.errors import ConfigError
-from ludic.inference.tiny import TINY_VOCAB_SIZE, tiny_model, tiny_tokenizer
+from ludic.inference.templates.plain_tokenizer import PlainTokenizer
+from ludic.inference.tiny import (
+    TINY_VOCAB_SIZE,
+    plain_tiny_tokenizer,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 PLAIN = tiny_tokenizer()
 WORDY = tiny_tokenizer(["hello", " world", "hell", "<move>"])
@@ -33,6 +39,14 @@ def test_without_words_there_is_one_id_for_each_byte(text: str) -> None:
 def test_words_are_whole_tokens_and_the_longest_goes_first() -> None:
     assert WORDY.encode("hello world!") == [258, 259, ord("!")]
     assert len(WORDY) == TINY_VOCAB_SIZE + 4
+
+
+@given(text=TEXTS)
+def test_without_transformers_it_is_the_same_tokenizer(text: str) -> None:
+    ours, theirs = plain_tiny_tokenizer(), PlainTokenizer.of(PLAIN)
+    rest = ("special_tokens_map", "eos_token_id", "chat_template", "name_or_path")
+    assert [getattr(ours, name) for name in rest] == [getattr(theirs, name) for name in rest]
+    assert ours.encode(text) == theirs.encode(text)
 
 
 def test_the_end_of_a_turn_is_the_end_of_the_sequence_and_the_padding() -> None:

@@ -1,29 +1,15 @@
-"""A real redis-server for the tests of this folder. Without one they are skipped, with a word;
-`make test-pipeline` sets LUDIC_NEEDS_REDIS, and then a missing server is a failure."""
+"""A real redis-server for the tests of this folder."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ludic.errors import PipelineError
-from ludic.pipeline.local_redis import LocalRedis, find_redis_server
+from ludic.pipeline.local_redis import LocalRedis
 from ludic.pipeline.store import PipelineConfig, Store
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    wanted = [item for item in items if item.get_closest_marker("redis")]
-    if not wanted or os.environ.get("LUDIC_NEEDS_REDIS"):
-        return
-    try:
-        find_redis_server()
-    except PipelineError as exc:
-        for item in wanted:
-            item.add_marker(pytest.mark.skip(reason=str(exc)))
 
 
 @pytest.fixture(autouse=True)

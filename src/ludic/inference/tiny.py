@@ -7,8 +7,10 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from ludic.errors import ConfigError
+from ludic.inference.templates.plain_tokenizer import PlainTokenizer
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 TINY_VOCAB_SIZE = 258
@@ -24,8 +26,26 @@ def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     printable ASCII. Ids: 0-255 the bytes, then `<|im_start|>`, `<|im_end|>` (end and padding), then
     the words in order.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_backend(words),
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        extra_special_tokens=["<|im_start|>"],
+        chat_template=CHATML_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def plain_tiny_tokenizer() -> PlainTokenizer:
+    """`tiny_tokenizer()` without transformers, some versions of which import torch for it."""
+    special = dict.fromkeys(("eos_token", "pad_token"), "<|im_end|>")
+    return PlainTokenizer(_backend(), special, TINY_VOCAB_SIZE - 1, CHATML_TEMPLATE, "")
+
+
+def _backend(words: Sequence[str] = ()) -> Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     for word in words:
         if not (word and word.isascii() and all(c.isprintable() or c == "\n" for c in word)):
@@ -40,14 +60,7 @@ def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
         [AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")]
     )
     tokenizer.add_tokens([AddedToken(w, normalized=False) for w in words])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        extra_special_tokens=["<|im_start|>"],
-        chat_template=CHATML_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    return tokenizer
 
 
 def tiny_model(

@@ -13,7 +13,7 @@ from ludic.envs import LudicEnv, build_env
 from ludic.envs.runner import close_env
 from ludic.errors import ConfigError
 from ludic.inference import HFChatTemplate, ScriptedChatClient
-from ludic.inference.tiny import tiny_tokenizer
+from ludic.inference.tiny import plain_tiny_tokenizer
 from ludic.interaction import (
     DelegatingProtocol,
     InteractionProtocol,
@@ -69,7 +69,7 @@ def _make_env(section: EnvSection, closing: ExitStack) -> Env:
 
 def _make_agents(config: RunConfig, *, held_out: bool = False) -> list[Agent]:
     """Builds each protocol once, on a model that says nothing, and returns its agents."""
-    template = HFChatTemplate(tiny_tokenizer(), tool_parser_of(config))
+    template = HFChatTemplate(plain_tiny_tokenizer(), tool_parser_of(config))
     client = ScriptedChatClient([""], template)
     runtime = Runtime(client, template, config.model.name, inference_spec(config))
     others = {player.name: replace(runtime, model=player.name) for player in config.player}
