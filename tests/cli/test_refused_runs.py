@@ -89,7 +89,11 @@ def test_spo_trains_where_the_environment_names_its_tasks(
     check(done, "'spo'", "[0, 1]", "-0.1", "algorithm.kwargs.returns", "error_reward")
     assert not (tmp_path / "run").exists()
     # One token is no answer: every return is the parser's penalty.
-    spo += ["algorithm.kwargs.returns=[-0.1, 1.0]", "inference.sampling.max_tokens=1"]
+    spo += [
+        "algorithm.kwargs.returns=[-0.1, 1.0]",
+        "inference.sampling.max_tokens=1",
+        "sft.steps=0",
+    ]
     done = ludic("train", letters, *spo, "--out", "run")
     assert done.code == 0, done.err
     metrics = json.loads((tmp_path / "run/metrics.jsonl").read_text())

@@ -67,7 +67,7 @@ def test_a_policy_trains_against_itself_and_its_past_and_resumes_to_the_same_wei
     assert weights(tmp_path / "part") == weights(folder)
 
     replayed = ludic("replay", folder / "rollouts" / "train.jsonl.zst")
-    assert "played with other models" in replayed.out
+    assert "had other models in them" in replayed.out
     assert replayed.code == 0, replayed.out
 
 

@@ -83,12 +83,12 @@ def test_a_changed_file_is_named_once(modules: Path) -> None:
     (modules / "coins_words.py").write_text("OPENING = 'Call it.'\n")
     said = note_env_sources(coins(), folder)
     assert said is not None
-    assert f"in {modules / 'coins_words.py'}: what was trained" in said
+    assert f"in {modules / 'coins_words.py'}: earlier results" in said
     assert note_env_sources(coins(), folder) is None, "it is the run's code now"
     (modules / "coins.py").write_text(BASE.replace("Base", "Coins"))
     said = note_env_sources(coins(), folder)
     assert said is not None
-    assert f"in {modules / 'coins.py'}, coins_base: what" in said
+    assert f"in {modules / 'coins.py'}, coins_base: earlier" in said
 
 
 def test_a_resume_says_it_and_one_of_an_older_folder_says_nothing(
