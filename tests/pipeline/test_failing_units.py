@@ -93,7 +93,8 @@ async def test_an_actor_on_a_broken_machine_ends_and_the_others_go_on(
     async with acting(config, **playing(lambda _: False)) as (healthy,):
         batch = await asyncio.wait_for(source.next_batch(), 60)
         assert not healthy.done()
-    assert batch.meta["failed_episodes"] == 8 * world.GROUP_SIZE
+    # Those that were on their way when the eighth was judged are failures, too.
+    assert 8 * world.GROUP_SIZE <= batch.meta["failed_episodes"] < 12 * world.GROUP_SIZE
     await source.close()
 
 
