@@ -3,7 +3,7 @@
 `groups_schema_1.json` was written by the code of that time: seven groups of three episodes each, of
 one to three players, of up to four turns with one or two calls, some of whose prompts fork; ids of
 more than 31 bits, log-probs that are no float32, kept ids, calls without log-probs, tokens of two
-policies, NaN in an `info`, and an episode that failed.
+policies, NaN in an `info`, and an episode that failed, which that time's statistics overlooked.
 """
 
 from __future__ import annotations
