@@ -216,6 +216,9 @@ def test_the_thinking_itself_can_be_read_by_its_tag() -> None:
         ({"action": "a", "obs": b"no"}, "obs is text or None"),
         ({"action": "a", "reward": float("nan")}, "finite"),
         ({"action": None, "reward": -1e301}, "finite"),
+        ({"action": "a", "reward": 10**400}, "finite"),
+        ({"action": "a", "reward": "0.5"}, "finite"),
+        ({"action": "a", "reward": None}, "finite"),
     ],
 )
 def test_a_parsers_own_result_must_be_text_and_a_finite_reward(

@@ -42,7 +42,11 @@ class ParseResult(Record, frozen=True):
                 raise AgentError(f"a parser's {name} is text or None, not as in {self}")
             if text and not text.isascii():  # it can be stored, as the model's text could
                 force_setattr(self, name, clean_text(text))
-        if not abs(float(self.reward)) <= 1e300:  # rewards are added up
+        try:
+            adds_up = abs(self.reward) <= 1e300
+        except TypeError:  # no number, such as None or text
+            adds_up = False
+        if not adds_up:
             raise AgentError(f"a parser's reward is finite, far from the largest, not as in {self}")
 
 

@@ -320,7 +320,8 @@ def _saved_tensors(model: Any) -> dict[str, Tensor]:
     for adapter in model.peft_config:
         options = {"adapter_name": adapter, "save_embedding_layers": False}
         chosen |= set(map(id, get_peft_model_state_dict(model, named, **options).values()))
-    return {name: tensor for name, tensor in named.items() if id(tensor) in chosen}
+    # Of AdaLoRA's, once it has chosen ranks, PEFT gives parts, which are other tensors.
+    return {n: tensor for n, tensor in named.items() if id(tensor) in chosen or ".lora_" in n}
 
 
 def left_out(model: nn.Module) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file as real_save_file
 from transformers import AutoModelForCausalLM
 
@@ -240,6 +240,20 @@ def test_an_adapter_is_saved_with_all_that_peft_trains_with_it(
     trained = run(make(tmp_path, model=get_peft_model(tiny_model(), config)), 2)
     loaded = PeftModel.from_pretrained(tiny_model(), tmp_path / "ck/step-00000002/model")
     assert_equal({n: p.detach() for n, p in loaded.named_parameters()}, trained)
+
+
+@pytest.mark.filterwarnings("ignore:The following rank_pattern")
+def test_an_adapter_that_has_chosen_ranks_is_saved_with_them(tmp_path: Path) -> None:
+    config = AdaLoraConfig(target_modules=["q_proj"], total_step=9, init_r=4)
+    adapted = get_peft_model(tiny_model(), config)
+    ranked = [name for name in adapted.state_dict() if ".lora_E." in name]
+    config.rank_pattern = {n.removeprefix("base_model.model."): [True, False] * 2 for n in ranked}
+    run(make(tmp_path, model=adapted), 2)
+    loaded = PeftModel.from_pretrained(tiny_model(), tmp_path / "ck/step-00000002/model")
+    for name in ranked:
+        torch.testing.assert_close(
+            loaded.get_parameter(name), adapted.get_parameter(name)[::2], rtol=0, atol=0
+        )
 
 
 def test_weights_trained_beside_an_adapter_are_named_as_not_in_the_saved_model(

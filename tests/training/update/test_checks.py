@@ -170,6 +170,9 @@ def test_a_loss_with_parameters_that_nothing_would_train_is_refused() -> None:
             check_loss(loss, model)
     with pytest.raises(ConfigError, match=r"Holding has the parameters \['weight', 'bias'\]"):
         check_loss(Holding(nn.Linear(2, 1)), model)
+    with pytest.raises(ConfigError) as refused:
+        check_loss(Holding(tiny_model()), model)
+    assert len(str(refused.value)) < 400, "not the names of a whole model"
     check_loss(WithHead().requires_grad_(False), model)
     check_loss(Holding(model), model)
     check_loss(EntropyBonus(), model)

@@ -41,9 +41,10 @@ def check_loss(loss: Loss, model: nn.Module) -> None:
         held = (part, *getattr(part, "__dict__", {}).values())
         named = [pair for m in held if isinstance(m, nn.Module) for pair in m.named_parameters()]
         if own := [name for name, p in named if p.requires_grad and id(p) not in trained]:
+            shown = [*own[:3], "…"] if len(own) > 4 else own  # a whole model has hundreds
             raise ConfigError(
-                f"{type(part).__name__} has the parameters {own}, and the trainer trains only the "
-                "model's: make them part of the model, or freeze them with requires_grad_(False)"
+                f"{type(part).__name__} has the parameters {shown}, and the trainer trains only "
+                "the model's: make them part of the model, or freeze them: requires_grad_(False)"
             )
 
 
