@@ -66,10 +66,10 @@ def _compare(a: Path, b: Path) -> None:
     reports = [read_report(a), read_report(b)]
     console.print(report_table(reports))
     for name, result in leading_tests(*reports).items():
-        d = result.difference
+        d, p = result.difference, result.p_value
         say(
             f"{name}: B - A = {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}], "
-            f"paired permutation test p = {result.p_value:.4f}"
+            f"paired permutation test p {f'= {p:.4f}' if p >= 1e-4 else '< 0.0001'}"
         )
 
 
@@ -124,7 +124,10 @@ def replay(
     limit: Annotated[int, typer.Option(min=1, help="At most this many episodes.")] = 100,
     model: Annotated[
         Path | None,
-        typer.Option(help="Also sample again with this run folder's model, token by token."),
+        typer.Option(
+            help="Also sample again with this run folder's model: only episodes that these weights "
+            "sampled, and no earlier ones, can match."
+        ),
     ] = None,
 ) -> None:
     """Run recorded episodes again and report the first divergence."""

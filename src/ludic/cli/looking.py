@@ -142,7 +142,7 @@ def plan(
     say(table(job, options))
     guesses = [f"{name} {text}" for name, text in origins.items() if "(assumed" in text]
     if guesses:
-        say("assumed, and it matters most: " + "; ".join(guesses))
+        say("these assumptions matter most: " + "; ".join(guesses))
     winner = chosen(job, options, goal.value)
     if explain:
         say("\n" + explained(job.costs.profile, origins))

@@ -465,6 +465,8 @@ def read_report(path: Path) -> EvalReport:
         path = next((file for file in reports if file.is_file()), reports[0])
     try:
         report = EvalReport.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as exc:
+        raise ConfigError(f"there is no report at {path}") from exc
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise ConfigError(f"{path} is not a report of `ludic eval`: {exc}") from exc
     return replace(report, name=str(path))

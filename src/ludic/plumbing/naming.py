@@ -240,7 +240,8 @@ def _load(kind: str, name: str, place: str, of: str = "") -> Callable[..., Any]:
     except MissingExtraError:  # says itself what to install
         raise
     except (ImportError, AttributeError, ValueError) as exc:
-        problem = f"{kind} {name!r}{of} cannot be loaded from {place!r}: {exc}"
+        source = "" if place == name else f" from {place!r}"
+        problem = f"{kind} {name!r}{of} cannot be loaded{source}: {exc}"
         if isinstance(exc, ModuleNotFoundError) and exc.name == re.split("[.:]", place)[0]:
             problem += f" (start in the folder of {exc.name}.py, or put that folder on PYTHONPATH)"
         raise ConfigError(problem) from exc

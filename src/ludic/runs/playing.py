@@ -38,7 +38,7 @@ from ludic.runs.parts import RunParts
 from ludic.runs.ranks import Ranks
 from ludic.runs.results.terminal import episodes_bar, warn
 from ludic.runs.settings import RunConfig, apply_override, override_key
-from ludic.runs.storage import RunFolder
+from ludic.runs.storage import RunFolder, rollout_file
 from ludic.seeding import derive_seed
 from ludic.types import EnvSpec, FinishReason, Rollout, StepOutcome
 
@@ -169,7 +169,9 @@ async def replay_file(
 def _episodes(path: Path, limit: int) -> list[list[Rollout]]:
     """Reads the file's first episodes, each with the rollouts of all its agents."""
     if not path.is_file():
-        raise ConfigError(f"there is no file of rollouts at {path}")
+        inside = rollout_file(path / "rollouts", "train")
+        hint = f": it is a run folder, name {inside}" if inside.is_file() else ""
+        raise ConfigError(f"there is no file of rollouts at {path}{hint}")
     grouped = groupby(read_rollouts(path), key=lambda rollout: rollout.episode_id)
     return [list(rollouts) for _, rollouts in islice(grouped, limit)]
 

@@ -123,7 +123,7 @@ async def _show_an_episode(
     rollouts = await eval_engine(config, runtime).generate_rollouts(
         [eval_plan(config)[scores.index(max(scores))]], max_steps=config.training.max_steps
     )
-    say(f"\nOne episode {stage.replace('_', ' ')}:")
+    say(f"\nThe best episode {stage.replace('_', ' ')}:")
     say(episode_text(rollouts[0]))
 
 

@@ -153,8 +153,13 @@ def explain_problem(
     if error["type"] == "extra_forbidden":
         table = [part for part in path[:-1] if not part.isdigit()]
         names = [name for place, name in _all_keys(run) if place == table]
-        near = near_names(path[-1], names) or _elsewhere(run, path[-1])
-        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(names))}"
+        exact = [".".join([*place, name]) for place, name in _all_keys(run) if name == key]
+        near = exact or near_names(path[-1], names) or _elsewhere(run, path[-1])
+        hint = (
+            f"did you mean {' or '.join(map(repr, exact or near[:1]))}?"
+            if near
+            else f"known here: {', '.join(sorted(names))}"
+        )
         problem = f"unknown key {key!r}: {hint}"
     elif error["type"] == "missing":
         problem = f"{key!r} is missing"
@@ -168,7 +173,7 @@ def explain_problem(
             near = near_names(value, options)
             fault += f"; did you mean {near[0]!r}?" if near else ""
         problem = f"{shown}: {fault[0].lower()}{fault[1:]}"
-    if key in overridden:
+    if any(f"{place}.".startswith(f"{key}.") for place in overridden):
         return f"{problem} (from the command line)"
     line = _line_of(path, text)
     return f"{problem} (line {line})" if line else problem

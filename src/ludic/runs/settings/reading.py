@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, near_names
 from ludic.runs.settings.base import check_no_secrets, explain_problem
 from ludic.runs.settings.paths import resolve_paths
 from ludic.runs.settings.run import SCHEMA, RunConfig
@@ -40,9 +40,11 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
         return load_run(path, overrides), path.resolve().parent
     path = builtin_run(run)
     if not os.path.isfile(path):
+        there = [*Path().glob("*.toml"), *(file.parent for file in Path().glob("*/run.json"))]
+        near = near_names(run, [*builtin_runs().split(", "), *map(str, there)])
         raise ConfigError(
-            f"there is neither a run file {run!r} nor a built-in run of that name "
-            f"({builtin_runs()})"
+            f"there is no run file or run folder {run!r}, and no built-in run of that name "
+            f"({builtin_runs()})" + (f"; did you mean {near[0]!r}?" if near else "")
         )
     return load_run(path, overrides), Path.cwd()
 
@@ -52,6 +54,10 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
+    except IsADirectoryError as exc:
+        resumed = f"resume it with `ludic train --resume {path}`, or take model.name={path}"
+        hint = resumed if (path / "run.json").is_file() else "name the run file in it"
+        raise ConfigError(f"{path} is a folder and not a run file: {hint}") from exc
     except OSError as exc:
         raise ConfigError(f"cannot read the run file {path}: {exc.strerror or exc}") from exc
     except UnicodeDecodeError as exc:
