@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ludic
 from ludic.errors import ConfigError, near_names
+from ludic.eval.report import read_report
 from ludic.runs.model import algorithm_of, build_model
 from ludic.runs.players.scoring import check_scoring
 from ludic.runs.pretrained import load_tokenizer
 from ludic.runs.settings import parse_run
+from ludic.runs.settings.reading import find_run
 
 ENV = '[env]\nkind = "tic_tac_toe"\n'
 
@@ -26,6 +29,8 @@ ENV = '[env]\nkind = "tic_tac_toe"\n'
         ("", ["training.temperature=1"], "did you mean 'inference.sampling.temperature'"),
         ("[inference.sampling]\ntemp = 1\n", [], "did you mean 'temperature'"),
         ("", ["training.rollout_per_update=8"], "did you mean 'rollouts_per_update'"),
+        ("", ["steps=3"], "did you mean 'training.steps' or 'sft.steps'?"),
+        ("", ["trainng.steps=3"], "did you mean 'training'? (from the command line)"),
         ("", ["zebra=1"], "known here: algorithm, cluster, curriculum"),
     ],
 )
@@ -35,6 +40,22 @@ def test_an_unknown_key_names_the_one_that_was_meant(
     with pytest.raises(ConfigError) as caught:
         parse_run(ENV + text, overrides)
     assert meant in str(caught.value)
+
+
+def test_a_misspelt_run_file_or_report_is_told_from_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first/run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no run file or run folder 'frist'.*mean 'first'\?"):
+        find_run("frist")
+    with pytest.raises(ConfigError, match=r"did you mean 'tic-tac-toe'\?"):
+        find_run("tic-tac-to")
+    with pytest.raises(ConfigError, match=r"first is a folder.*ludic train --resume first"):
+        find_run("first")
+    with pytest.raises(ConfigError, match=r"there is no report at first/eval/after_rl\.json"):
+        read_report(Path("first"))
 
 
 @pytest.mark.parametrize("call", [ludic.train, ludic.evaluate, ludic.sft])
